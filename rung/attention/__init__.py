@@ -1,0 +1,17 @@
+"""Attention: the op contract, the metadata, and the backends (one file each in `backends/`)."""
+
+from rung.attention.base import PAD_SLOT, AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, HostMetadata, KVCache
+from rung.attention.layer import SPLIT_OPS, Attention, attention_layers
+
+__all__ = [
+    "PAD_SLOT",
+    "SPLIT_OPS",
+    "Attention",
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionSpec",
+    "CaptureSupport",
+    "HostMetadata",
+    "KVCache",
+    "attention_layers",
+]

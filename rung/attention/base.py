@@ -1,0 +1,103 @@
+"""What an attention backend is given and what it owes.
+
+The break contract of rung, in terms of attention:
+
+* a backend writes every row of `out` in every call: rows of requests with their result, padded rows with zero;
+* `write_kv` ignores rows whose slot is -1;
+* when `metadata.host` is None nothing may be decided on the host: all lengths are read on the device, the call is capturable, and the
+  shapes of the metadata tensors plus `max_query_len` / `max_seq_len` (upper bounds) are all that may steer the launch;
+* a backend keeps no reference to the metadata after the call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+PAD_SLOT = -1  # slot mapping of a row that must not be written
+
+
+class CaptureSupport(IntEnum):
+    """Which batches a backend can run inside a captured graph; a higher value includes the lower ones."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1  # one query token for each request
+    UNIFORM_BATCH = 2  # the same number of query tokens for each request
+    ALWAYS = 3  # lengths are read on the device, so mixed batches too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The static shape of one attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    sliding_window: int | None = None  # keys further back than this are not attended; None: full attention
+    soft_cap: float | None = None  # logits become cap * tanh(logits / cap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMetadata:
+    """Host copies of the lengths of a step, for backends that loop over requests. Absent while a FULL graph is captured or replayed."""
+
+    query_start_loc: npt.NDArray[np.int32]  # [num_requests + 1]
+    seq_lens: npt.NDArray[np.int32]  # [num_requests]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """One step's batch layout, shared by all layers of a KV-cache group. The runner owns the tensors until the next step."""
+
+    query_start_loc: torch.Tensor  # int32 [num_requests + 1], non-decreasing; the tail of padded requests repeats num_actual_tokens
+    seq_lens: torch.Tensor  # int32 [num_requests], keys of each request including this step's; 0 for padded requests
+    block_table: torch.Tensor  # int32 [num_requests, max_blocks]; row i lists the cache blocks of request i, padded with 0
+    slot_mapping: torch.Tensor  # int64 [num_tokens], block * block_size + offset of each row; PAD_SLOT for padded rows
+    num_requests: int  # rows of the tensors above (padded under FULL)
+    num_actual_tokens: int  # rows of requests; under FULL an upper bound, the true one is query_start_loc[-1]
+    max_query_len: int  # upper bound over the requests
+    max_seq_len: int  # upper bound over the requests
+    host: HostMetadata | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The paged keys and values of one layer. The runner owns the storage; its address never changes while a graph lives."""
+
+    key: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_size]
+    value: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_size]
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[1]
+
+
+class AttentionBackend(ABC):
+    """Paged attention over a flat batch. Stateless: one instance serves all layers of one spec."""
+
+    name: ClassVar[str]
+    capture_support: ClassVar[CaptureSupport]
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+        """The reason why this backend cannot serve such a layer here, or None when it can."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
+        """Scatter `key` and `value` ([num_tokens, num_kv_heads, head_size]) into `cache` by slot; slot -1 writes nothing."""
+
+    @abstractmethod
+    def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
+        """Causal attention of `query` ([num_tokens, num_heads, head_size]) over the cached keys of each row's request, into `out`
+        (same shape). `write_kv` of this step has run before. Row t of request i has position seq_lens[i] - query_len(i) + t."""

@@ -1,0 +1,99 @@
+"""The two attention ops and the module that calls them.
+
+`rung::kv_cache_write` and `rung::attention` are split ops: the compiled graph is cut there and the stitched code calls their Python
+implementations directly. Both take the layer's name and look everything else up in the forward context.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
+from rung.context import get_forward_context
+from rung.errors import ContextError
+
+_library = torch.library.Library("rung", "FRAGMENT")
+_library.define("kv_cache_write(Tensor key, Tensor value, str layer) -> Tensor")
+_library.define("attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, str layer, Tensor? written=None) -> ()")
+
+SPLIT_OPS = ("rung::kv_cache_write", "rung::attention")
+
+
+def _lookup(name: str) -> tuple[Attention, KVCache, AttentionMetadata]:
+    context = get_forward_context()
+    layer: Attention | None = context.attention_layers.get(name)
+    metadata: AttentionMetadata | None = context.attention_metadata.get(name)
+    if layer is None or metadata is None or layer.kv_cache is None or layer.backend is None:
+        missing = "layer" if layer is None else "metadata" if metadata is None else "KV cache"
+        raise ContextError(
+            f"attention layer {name!r} has no {missing} in the forward context; known layers: {sorted(context.attention_layers)[:4]}",
+            hint="bind the KV cache with `bind_kv_cache` and set the metadata of every attention layer",
+        )
+    return layer, layer.kv_cache, metadata
+
+
+def kv_cache_write(key: torch.Tensor, value: torch.Tensor, layer: str) -> torch.Tensor:
+    """Write this step's keys and values ([num_tokens, num_kv_heads, head_size]) into the layer's cache; rows with slot -1 are skipped.
+
+    Returns an empty tensor that orders the write before the attention call."""
+    module, cache, metadata = _lookup(layer)
+    assert module.backend is not None
+    module.backend.write_kv(key, value, cache, metadata.slot_mapping)
+    return key.new_empty(0)
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, layer: str, written: torch.Tensor | None = None
+) -> None:
+    """Attention of `query` ([num_tokens, num_heads, head_size]) into `out`; every row of `out` is written."""
+    del key, value, written  # they order this call behind the write
+    module, cache, metadata = _lookup(layer)
+    assert module.backend is not None
+    module.backend.forward(query, cache, out, metadata)
+
+
+def _fake_kv_cache_write(key: torch.Tensor, value: torch.Tensor, layer: str) -> torch.Tensor:
+    return key.new_empty(0)
+
+
+def _fake_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, layer: str, written: torch.Tensor | None = None
+) -> None:
+    return None
+
+
+_library.impl("kv_cache_write", kv_cache_write, "CompositeExplicitAutograd")
+_library.impl("attention", attention, "CompositeExplicitAutograd")
+torch.library.register_fake("rung::kv_cache_write", _fake_kv_cache_write, lib=_library)
+torch.library.register_fake("rung::attention", _fake_attention, lib=_library)
+
+
+class Attention(nn.Module):
+    """Paged attention of one layer over the flat batch. `name` must be unique in the model.
+
+    The KV cache and the backend are bound later, by `bind`; they are no parameters and no buffers."""
+
+    def __init__(self, name: str, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.name = name
+        self.spec = spec
+        self.backend: AttentionBackend | None = None
+        self.kv_cache: KVCache | None = None
+
+    def bind(self, backend: AttentionBackend, kv_cache: KVCache) -> None:
+        """Give the layer its backend and its cache; the caller keeps ownership of the cache."""
+        self.backend = backend
+        self.kv_cache = kv_cache
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query [num_tokens, num_heads, head_size], key and value [num_tokens, num_kv_heads, head_size] -> like query."""
+        out = torch.empty_like(query)
+        written = torch.ops.rung.kv_cache_write(key, value, self.name)
+        torch.ops.rung.attention(query, key, value, out, self.name, written)
+        return out
+
+
+def attention_layers(model: nn.Module) -> dict[str, Attention]:
+    """All attention layers of a model by name."""
+    return {module.name: module for module in model.modules() if isinstance(module, Attention)}

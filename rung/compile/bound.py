@@ -1,0 +1,44 @@
+"""A compile plan bound to one module: the steps that graphs capture and that the stitched function runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+StepCall = Callable[[list[Any]], Sequence[Any]]  # takes the inputs as one list, returns the outputs as a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class BoundStep:
+    """A compiled piece, or a break: code that runs between captured pieces (attention, `eager_break`).
+
+    `call` takes ONE list of inputs (tensors, ints) and returns a sequence of outputs. A piece may clear the list it is given; a break
+    must not keep it. A break mutates its out-arguments in place and may also return fresh tensors."""
+
+    kind: Literal["piece", "break"]
+    name: str  # unique in the plan, e.g. "piece_03", "attention_02"
+    call: StepCall
+
+
+StepRunner = Callable[[BoundStep, list[Any]], Sequence[Any]]
+
+
+class BoundPlan(Protocol):
+    """What graphs need from compile. Parameters are bound inside; `inputs` are the user's tensors in the traced order."""
+
+    @property
+    def steps(self) -> Sequence[BoundStep]: ...
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run everything now; returns the user's output structure."""
+        ...
+
+    def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
+        """Walk the steps in order, calling `runner(step, arguments)` for each, dropping every value after its last use; returns the flat
+        outputs (tensors and ints) of the graph."""
+        ...
+
+    def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        """Rebuild the user's output structure from flat outputs (and the inputs, for outputs that are inputs)."""
+        ...

@@ -1,0 +1,117 @@
+"""Counts of everything that costs time, so that a test or a user can assert them.
+
+A `Counters` belongs to one object (a wrapped module, a runner). The module-level `counters` is the sum over all of them, living and gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+
+
+class Count(StrEnum):
+    """What is counted. Steps by mode and reason are counted beside these, as `step.<mode>.<reason>`."""
+
+    DYNAMO_TRACES = "dynamo_traces"
+    INDUCTOR_COMPILES = "inductor_compiles"
+    PIECES = "pieces"
+    UNIQUE_PIECES = "unique_pieces"
+    PLAN_HITS = "plan_hits"
+    PLAN_MISSES = "plan_misses"
+    ARTIFACT_LOADS = "artifact_loads"
+    ARTIFACT_WRITES = "artifact_writes"
+    EAGER_CALLS = "eager_calls"
+    COMPILED_CALLS = "compiled_calls"
+    CAPTURES = "captures"
+    REPLAYS = "replays"
+    HOST_TO_DEVICE_COPIES = "host_to_device_copies"
+
+
+class Counters(Mapping[str, int]):
+    """A thread-safe multiset of names; absent names read 0."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        _registry.register(self)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._counts[str(name)] += amount
+
+    def snapshot(self) -> dict[str, int]:
+        """A copy of all counts that are not 0."""
+        with self._lock:
+            return {name: count for name, count in self._counts.items() if count}
+
+    def __getitem__(self, name: str) -> int:
+        return self.snapshot().get(str(name), 0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.snapshot())
+
+    def __len__(self) -> int:
+        return len(self.snapshot())
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    @contextmanager
+    def expect(self, **deltas: int) -> Iterator[None]:
+        """Assert that each named count grows by exactly the given amount inside the block."""
+        before = self.snapshot()
+        yield
+        after = self.snapshot()
+        wrong = {
+            name: (wanted, after.get(name, 0) - before.get(name, 0))
+            for name, wanted in deltas.items()
+            if after.get(name, 0) - before.get(name, 0) != wanted
+        }
+        if wrong:
+            raise AssertionError("counts differ: " + ", ".join(f"{n} expected +{w}, came +{c}" for n, (w, c) in wrong.items()))
+
+
+class _Registry:
+    """Knows the living counters and keeps the totals of those that are gone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._living: dict[int, Counter[str]] = {}
+        self._gone: Counter[str] = Counter()
+
+    def register(self, owner: Counters) -> None:
+        key = id(owner)
+        with self._lock:
+            self._living[key] = owner._counts
+        weakref.finalize(owner, self._retire, key).atexit = False
+
+    def _retire(self, key: int) -> None:
+        with self._lock:
+            self._gone.update(self._living.pop(key))
+
+    def total(self) -> Counter[str]:
+        with self._lock:
+            result = Counter(self._gone)
+            for counts in self._living.values():
+                result.update(counts)
+        return result
+
+
+class _Sum(Counters):
+    """The sum over all counters; it cannot be added to."""
+
+    def add(self, name: str, amount: int = 1) -> None:
+        raise TypeError("the sum of counters is read-only; add to the counters of one object")
+
+    def snapshot(self) -> dict[str, int]:
+        return {name: count for name, count in _registry.total().items() if count}
+
+
+_registry = _Registry()
+counters: Counters = _Sum()

@@ -1,0 +1,138 @@
+"""Every error that rung raises on purpose.
+
+One root, two branches: `UserError` for what a user of the library can mend, `InternalError` for a broken invariant of ours. A message
+says what was expected, what came and where; `hint` says what to do and is printed as the last line.
+"""
+
+from __future__ import annotations
+
+
+class RungError(Exception):
+    """Root of all errors raised by rung. `hint` is a thing to do, or empty."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        self.message = message
+        self.hint = hint
+        super().__init__(f"{message}\nhint: {hint}" if hint else message)
+
+
+class UserError(RungError):
+    """Something that came from outside is not acceptable."""
+
+
+class InternalError(RungError):
+    """An invariant of rung does not hold; please report it."""
+
+
+# --- configuration and context -------------------------------------------------------------------------------------------------------
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration value is out of its range or contradicts another."""
+
+
+class ContextError(UserError, RuntimeError):
+    """An operation needs a forward context and none is set."""
+
+
+# --- compile -------------------------------------------------------------------------------------------------------------------------
+
+
+class TraceError(UserError):
+    """The module could not be traced as one graph."""
+
+
+class DynamicShapeError(TraceError):
+    """A dimension declared dynamic was fixed, or a branch depends on it."""
+
+
+class UnsupportedModuleError(UserError):
+    """The module does something that a compiled graph cannot express."""
+
+
+class InputMismatchError(UserError, TypeError):
+    """The arguments of a call do not fit the ones that were traced."""
+
+
+class CompileError(UserError):
+    """Inductor refused or failed to compile a piece."""
+
+
+class PassError(UserError):
+    """A pass, a pattern or a provider is not acceptable."""
+
+
+# --- cache ---------------------------------------------------------------------------------------------------------------------------
+
+
+class CacheError(UserError):
+    """The artifact store cannot be used."""
+
+
+class ArtifactError(CacheError):
+    """An artifact is damaged or does not fit this process."""
+
+
+# --- graphs --------------------------------------------------------------------------------------------------------------------------
+
+
+class LadderError(UserError, ValueError):
+    """A list of capture sizes is not acceptable."""
+
+
+class CaptureError(UserError):
+    """A graph could not be captured."""
+
+
+class PaddingError(UserError):
+    """Rows of a padded dimension influence each other."""
+
+
+class StaleOutputError(UserError):
+    """A borrowed output was read after the next replay overwrote it."""
+
+
+class AddressChangedError(UserError):
+    """A tensor that a captured graph reads lies elsewhere now."""
+
+
+class BackendUnavailableError(UserError):
+    """The named backend cannot run here; the reason is in the message."""
+
+
+# --- models --------------------------------------------------------------------------------------------------------------------------
+
+
+class ModelLoadError(UserError):
+    """A model folder or file cannot be read."""
+
+
+class UnknownModelError(ModelLoadError):
+    """No architecture of this name, or no model at this place."""
+
+
+class MissingWeightError(ModelLoadError):
+    """A parameter has no tensor in the checkpoint, or one of another shape."""
+
+
+# --- runner --------------------------------------------------------------------------------------------------------------------------
+
+
+class StateError(UserError, RuntimeError):
+    """A call of the runner came out of order."""
+
+
+class RequestError(UserError, ValueError):
+    """A request is not acceptable; other requests are unharmed."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt does not fit the context."""
+
+
+class SamplingParamsError(RequestError):
+    """A sampling parameter is out of its range."""
+
+
+class KVCacheTooSmallError(UserError):
+    """The KV cache cannot hold one request of the maximum length."""

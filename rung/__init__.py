@@ -8,26 +8,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from rung.counters import counters  # the sum over all objects; the class and the enum stay in `rung.counters` the module
+
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "compiled": "rung.api",
     "wrap": "rung.api",
-    "counters": "rung.counters",
-    "errors": "rung.errors",
     "Engine": "rung.runner",
     "SamplingParams": "rung.runner",
     "ModelRunner": "rung.runner",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", "counters", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'rung' has no attribute {name!r}")
-    module = import_module(_PUBLIC[name])
-    return module if _PUBLIC[name].rpartition(".")[2] == name and name == "errors" else getattr(module, name)
+    return getattr(import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

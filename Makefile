@@ -9,7 +9,9 @@ EXTRAS ?= models,debug,test,dev
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Byte code is written at first import, for the modules that are used: compiling every file of torch and transformers would double the set-up.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.ready-$(shell printf '%s\n' '$(TORCH_SPEC) $(WEIGHTS_SPEC) $(EXTRAS)' | cksum | cut -d' ' -f1)
 
 # Inductor's first C++ compile costs 10 to 26 s; the test runs of one environment share its results.

@@ -8,13 +8,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from rung.counters import counters  # the sum over all objects; the class and the enum stay in `rung.counters` the module
+# Imported now, since importing the submodule later would put the module itself under this name.
+from rung.counters import counters
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "compiled": "rung.api",
     "wrap": "rung.api",
+    "errors": "rung.errors",
     "Engine": "rung.runner",
     "SamplingParams": "rung.runner",
     "ModelRunner": "rung.runner",
@@ -26,7 +28,8 @@ __all__ = ["__version__", "counters", *_PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'rung' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    module = import_module(_PUBLIC[name])
+    return module if _PUBLIC[name].rpartition(".")[2] == name and name == "errors" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -74,18 +75,28 @@ def logits(module: LlamaForCausalLM, ids: list[int], chunks: list[int] | None = 
 
 
 def transformers_gguf(path: Path) -> Any:
-    """transformers' own reading of a GGUF file: its configuration, its names, its row order, its dequantisation."""
+    """transformers' own reading of a GGUF file: its configuration, its names, its row order, its dequantisation.
+
+    `from_pretrained(gguf_file=)` takes 35 s here, nearly all of it for the vocabulary, and wants accelerate; so the vocabulary is left
+    out and its loader is called directly."""
+    import gguf
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM as TheirModel
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.utils import logging
 
-    config = TheirConfig.from_dict(load_gguf_checkpoint(str(path))["config"])
-    with torch.device("meta"):
-        skeleton = TheirModel(config)
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=skeleton)["tensors"]
-    model = TheirModel(config)
-    left = model.load_state_dict(tensors, strict=False)
+    logging.disable_progress_bar()
+    reader = gguf.GGUFReader(path)
+    for key in ("tokens", "token_type", "merges"):
+        del reader.fields[f"tokenizer.ggml.{key}"]
+    with patch.object(gguf, "GGUFReader", lambda _: reader):
+        config = TheirConfig.from_dict(load_gguf_checkpoint(str(path))["config"])
+        with torch.device("meta"):
+            model = TheirModel(config)
+        tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    left = model.load_state_dict(tensors, strict=False, assign=True)
     assert not left.unexpected_keys
     assert set(left.missing_keys) <= {"lm_head.weight"}
     model.tie_weights()
-    return model.float().eval()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights
+    return model.float().eval().requires_grad_(False)

@@ -111,7 +111,7 @@ class GGUFFile:
         return self._unpack("<" + code)[0]
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(layout, memoryview(self._data), self._at)
+        values = struct.unpack_from(layout, self._data.data, self._at)
         self._at += struct.calcsize(layout)
         return values
 

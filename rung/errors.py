@@ -115,6 +115,14 @@ class MissingWeightError(ModelLoadError):
     """A parameter has no tensor in the checkpoint, or one of another shape."""
 
 
+class UnexpectedWeightError(ModelLoadError):
+    """The checkpoint holds a tensor that belongs to no parameter."""
+
+
+class TokenizerError(ModelLoadError):
+    """A tokenizer or chat template is missing, not supported, or refuses its input."""
+
+
 # --- runner --------------------------------------------------------------------------------------------------------------------------
 
 

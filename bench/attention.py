@@ -98,7 +98,7 @@ def time_graph_us(calls: Sequence[Callable[[], None]], *, replays: int = 15) -> 
         for call in calls:
             call()
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(replays):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -149,12 +149,12 @@ def variants(spec: AttentionSpec, shape: Shape) -> list[Launch]:
     planned = plan_launch(spec, **size, max_query_len=shape.query_len, max_seq_len=shape.context, processors=processors)
     launches = [planned]
     if shape.query_len == 1:
-        for block_n, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (3, 4, 5)):
+        for block_n, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (3, 5, 7)):
             launches.append(replace(planned, block_n=block_n, num_warps=warps, num_stages=stages))
         launches += [replace(planned, splits=max(1, planned.splits * up // 2)) for up in (1, 4, 8)]
     else:
         group = spec.num_heads // spec.num_kv_heads
-        for block_m, block_n, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        for block_m, block_n, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5)):
             launches.append(
                 replace(planned, block_m=block_m, block_q=block_m // group, block_n=block_n, num_warps=warps, num_stages=stages)
             )
@@ -167,7 +167,7 @@ def sweep(shape: Shape, spec: AttentionSpec = LLAMA_8B, *, best: int = 5) -> lis
     for launch in variants(spec, shape):
         try:
             rows.append(measure(TritonPaged(spec, launch), shape, note=str(launch)))
-        except Exception as error:  # noqa: BLE001 - out of shared memory or registers: a launch that does not exist here
+        except Exception as error:  # out of shared memory or registers: a launch that does not exist on this device
             print(f"{launch}: {type(error).__name__}")
         torch.cuda.empty_cache()
     return [replace(rows[0], note="planned " + rows[0].note), *sorted(rows[1:], key=lambda row: row.measured_us)[:best]]

@@ -123,7 +123,7 @@ def make_batch(
 
 
 def _attend(spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The last rows of one request, one head at a time: query [query_len, num_heads, head_size], keys [seq_len, num_kv_heads, head_size]."""
+    """The last query_len rows of one request: query [query_len, num_heads, head_size], keys [seq_len, num_kv_heads, head_size]."""
     query_len, seq_len = query.shape[0], keys.shape[0]
     group = spec.num_heads // spec.num_kv_heads
     distance = torch.arange(seq_len - query_len, seq_len)[:, None] - torch.arange(seq_len)[None, :]

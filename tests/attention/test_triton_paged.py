@@ -125,4 +125,5 @@ def test_limits_are_stated(monkeypatch: pytest.MonkeyPatch, spec, dtype: torch.d
 
 def test_missing_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("rung.attention.backends.triton_paged.why_no_triton", why_no_triton.__wrapped__)
     assert TritonPaged.why_not(make_spec(), torch.float16, CPU, 16) == "Triton is not installed"

@@ -190,6 +190,7 @@ def test_captured_launch_serves_other_lengths(backend: type[AttentionBackend], k
         assert bool((out[actual:] == 0).all())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_a_call_never_synchronises(backend: type[AttentionBackend]) -> None:
     spec = make_spec(8, 2, 128)
@@ -202,6 +203,11 @@ def test_a_call_never_synchronises(backend: type[AttentionBackend]) -> None:
             module.write_kv(batch.key, batch.value, batch.cache, batch.metadata.slot_mapping)
             module.forward(batch.query, batch.cache, out, batch.metadata)
     assert bool(out.isfinite().all())
+
+
+def test_reference_with_host_lengths() -> None:
+    batch = make_batch(make_spec(8, 2, 128), BATCHES["mixed"], dtype=torch.bfloat16, device="cuda", padded_rows=2)
+    batch.check(TorchReference(batch.spec), TOLERANCE[torch.bfloat16])
 
 
 def test_changing_counts_compile_nothing() -> None:

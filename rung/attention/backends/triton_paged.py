@@ -34,6 +34,7 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+@functools.cache
 def why_no_triton(device: torch.device) -> str | None:
     """The reason why Triton kernels cannot run on `device`, or None."""
     if importlib.util.find_spec("triton") is None:
@@ -77,11 +78,12 @@ def plan_launch(
     group = spec.num_heads // spec.num_kv_heads
     columns = padded(spec.head_size)
     if max_query_len * group <= 16:
-        block_m, num_warps, num_stages = 16, 4, 4  # the block table is loaded a stage ahead of the keys
+        # The block table is read a stage ahead of the keys, so Triton's pipeliner keeps two tiles in flight from 5 stages on.
+        block_m, num_warps, num_stages = 16, 4, 5
         block_n = max(16, min(128, 8192 // columns))
     else:
         rows = max_query_len * group
-        block_m = 128 if rows > 64 else 64 if rows > 32 else 32
+        block_m = 32 if rows <= 32 or element_size > 2 else 64 if rows <= 64 else 128
         num_warps, num_stages = (8, 3) if block_m == 128 else (4, 3)
         block_n = max(16, min(64, 8192 // columns))
     block_m = max(block_m, padded(group))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+OpOverload = torch._ops.OpOverload  # one overload of a registered op
 compile_lock = threading.RLock()  # torch's compiler and its configuration are process-wide: one compile at a time
 
 

@@ -45,7 +45,7 @@ def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
 
 def is_split_op(node: fx.Node, split_ops: Collection[str]) -> bool:
     overload = torch_compat.single_overload(node.target)
-    return node.op == "call_function" and isinstance(overload, torch._ops.OpOverload) and overload.name().split(".")[0] in split_ops
+    return node.op == "call_function" and isinstance(overload, torch_compat.OpOverload) and overload.name().split(".")[0] in split_ops
 
 
 def _refuse_constants(graph: fx.Graph) -> None:

@@ -19,6 +19,7 @@ import torch
 from rung.attention.backends.kv_write import write_kv_torch
 from rung.attention.backends.triton_paged import why_no_triton, write_kv_triton, zero_padded_rows_triton
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
+from rung.config import variable
 
 _VARIABLE = "RUNG_FLASH_ATTN_LIBRARY"
 _HALF = (torch.float16, torch.bfloat16)
@@ -26,7 +27,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def library_path() -> str | None:
     """The FlashAttention-3 library named by RUNG_FLASH_ATTN_LIBRARY, or None."""
-    return os.environ.get(_VARIABLE) or None
+    return variable(_VARIABLE)
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from rung import torch_compat
+
 _library = torch.library.Library("rung", "FRAGMENT")
 
 
@@ -20,7 +22,7 @@ class IROp:
 
     name: str
     body: Callable[..., Any]
-    overload: torch._ops.OpOverload
+    overload: torch_compat.OpOverload
 
 
 def define_ir_op(schema: str, body: Callable[..., Any]) -> IROp:

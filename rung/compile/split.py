@@ -6,6 +6,7 @@ already, so that attention (cache write, output buffer, attention) is one break 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch import fx
 from rung import torch_compat
 
 _HOISTABLE_METHODS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "flatten", "unflatten", "new_empty"})
+_IN_PLACE_OPERATORS = frozenset(name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name}__"))
 _HOISTABLE_FUNCTIONS = frozenset({torch.empty, torch.empty_like, torch.unsqueeze, torch.transpose, torch.flatten})
 
 
@@ -164,4 +166,19 @@ def _is_impure(node: fx.Node) -> bool:
         return True
     if torch_compat.is_sym_int_node(node) or node.meta.get("example_value") is True:
         return False
-    return bool(node.is_impure())
+    return bool(node.is_impure()) or mutates(node)
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether a node writes into one of its inputs, so that it counts although nobody reads its result."""
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.op == "call_method":
+        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    if node.op != "call_function":
+        return False
+    if getattr(node.target, "__module__", "") == "_operator":
+        return name == "setitem" or name in _IN_PLACE_OPERATORS
+    schema = operator_schema(node.target)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    return name.endswith("_") or "out" in node.kwargs or bool(node.kwargs.get("inplace"))

@@ -13,7 +13,7 @@ from torch import fx
 from rung import torch_compat
 from rung.compile.pieces import Piece, extract_piece
 from rung.compile.plan import OpCall, Step
-from rung.compile.split import Segment, is_size_arithmetic, mutates, simplify_sizes, split_graph
+from rung.compile.split import Segment, is_size_arithmetic, mutates, simplify_sizes, split_graph, storages, written_storages
 from rung.compile.trace import TracedGraph
 from rung.errors import UnsupportedModuleError
 
@@ -25,6 +25,7 @@ class SplitGraph:
     pieces: tuple[Piece, ...]
     steps: tuple[Step, ...]
     outputs: tuple[Any, ...]
+    written: tuple[int, ...]  # value numbers of the graph's inputs that are updated in place
 
 
 def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
@@ -32,6 +33,7 @@ def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
     module = traced.graph_module
     simplify_sizes(module.graph)
     _refuse_constants(module.graph)
+    written = _written_inputs(module.graph)
     segments = split_graph(module.graph, lambda node: is_split_op(node, split_ops))
     builder = _Builder(module)
     for segment in segments:
@@ -42,12 +44,19 @@ def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     builder.add_sizes(output)
     outputs = tuple(builder.argument(item) for item in output.args[0])
-    return SplitGraph(tuple(builder.unique.values()), tuple(builder.steps), outputs)
+    return SplitGraph(tuple(builder.unique.values()), tuple(builder.steps), outputs, written)
 
 
 def is_split_op(node: fx.Node, split_ops: Collection[str]) -> bool:
     overload = torch_compat.single_overload(node.target)
     return node.op == "call_function" and isinstance(overload, torch_compat.OpOverload) and overload.name().split(".")[0] in split_ops
+
+
+def _written_inputs(graph: fx.Graph) -> tuple[int, ...]:
+    """Numbers of the placeholders whose storage some node may write: any storage that a mutating node without a schema is given."""
+    written = {storage for node in graph.nodes if mutates(node) for storage in written_storages(node)}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    return tuple(number for number, node in enumerate(placeholders) if storages(node) & written)
 
 
 def _refuse_constants(graph: fx.Graph) -> None:

@@ -189,6 +189,7 @@ class Driver:
             outputs=graph.outputs,
             template=traced.template,
             sources=traced.sources,
+            written=graph.written,
         )
         if keep:
             with clock("save"):

@@ -13,6 +13,10 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import torch
+
+_TORCH = Path(torch.__file__).parent
+
 
 @dataclass(frozen=True, slots=True)
 class SourceRef:
@@ -29,7 +33,14 @@ class SourceRef:
 def source_refs(codes: Iterable[CodeType]) -> tuple[SourceRef, ...]:
     """One reference for each distinct function, in the order they were met. Functions of torch itself are covered by its version."""
     refs = {code: SourceRef(_module_of(code.co_filename), code.co_qualname, code_digest(code)) for code in codes if not _is_torch(code)}
-    return tuple(dict.fromkeys(refs.values()))
+    names = {(ref.module, ref.qualname) for ref in refs.values()}
+    return tuple(dict.fromkeys(ref for ref in refs.values() if (ref.module, _enclosing(ref.qualname)) not in names))
+
+
+def _enclosing(qualname: str) -> str | None:
+    """The function that a nested one is written in; the text of that one contains it."""
+    outer, found, _ = qualname.partition(".<locals>.")
+    return outer if found else None
 
 
 def code_digest(code: CodeType) -> str:
@@ -59,7 +70,7 @@ def current_digest(ref: SourceRef) -> str | None:
 
 
 def _is_torch(code: CodeType) -> bool:
-    return "torch" in Path(code.co_filename).parts
+    return Path(code.co_filename).is_relative_to(_TORCH)
 
 
 @lru_cache(maxsize=1024)

@@ -71,22 +71,24 @@ def _place(
 
 def _can_precede(node: fx.Node, segment: Segment, owner: dict[fx.Node, int], position: int) -> bool:
     """Whether `node` may run before the break: its inputs exist there and the break writes none of them."""
-    written = {storage for split in segment.nodes for storage in _written_storages(split)}
-    return all(owner.get(used, -1) < position and not written & _storages(used) for used in node.all_input_nodes)
+    written = {storage for split in segment.nodes for storage in written_storages(split)}
+    return all(owner.get(used, -1) < position and not written & storages(used) for used in node.all_input_nodes)
 
 
-def _written_storages(node: fx.Node) -> set[int]:
+def written_storages(node: fx.Node) -> set[int]:
     schema = operator_schema(node.target)
+    if schema is None and (node.op == "call_method" or getattr(node.target, "__module__", "") == "_operator"):
+        return storages(node.all_input_nodes[0]) if mutates(node) else set()
     if schema is None:  # unknown code may write anything it is given
-        return {storage for used in node.all_input_nodes for storage in _storages(used)}
+        return {storage for used in node.all_input_nodes for storage in storages(used)}
     named = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
     written = [
         named.get(argument.name) for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return {storage for value in written if isinstance(value, fx.Node) for storage in _storages(value)}
+    return {storage for value in written if isinstance(value, fx.Node) for storage in storages(value)}
 
 
-def _storages(node: fx.Node) -> set[int]:
+def storages(node: fx.Node) -> set[int]:
     value = node.meta.get("example_value")
     values = value if isinstance(value, tuple | list) else (value,)
     return {torch_compat.storage_identity(item) for item in values if isinstance(item, torch.Tensor)}

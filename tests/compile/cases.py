@@ -43,7 +43,7 @@ _define("pair(Tensor x) -> (Tensor, Tensor)", lambda x: (x + 1, x - 1))
 _define(
     "write(Tensor x, Tensor(a!) out, float scale=1.0) -> ()", lambda x, out, scale=1.0: (out.copy_(x * scale), None)[1], lambda *_: None
 )
-_define("first_rows(Tensor x, SymInt rows) -> Tensor", lambda x, rows: x[:rows].clone())
+_define("first_rows(Tensor x, SymInt rows) -> Tensor", lambda x, rows: x[:rows].clone(), lambda x, rows: x.new_empty(rows, x.shape[1]))
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

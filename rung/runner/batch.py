@@ -59,10 +59,18 @@ def gather_batch(num_scheduled_tokens: Mapping[str, int], slots: RequestSlots) -
     return _batch(tuple(request_ids), idx_mapping, query_lens, computed, bool(prefilling.any()), bool(decodes.all()))
 
 
-def dummy_batch(query_lens: npt.NDArray[np.int32], *, decode: bool) -> Batch:
+def dummy_batch(query_lens: npt.NDArray[np.int32], *, decode: bool = False) -> Batch:
     """A batch that belongs to no request: it reads no slot, writes no KV cache and advances nothing."""
     ids = tuple(f"dummy-{i}" for i in range(len(query_lens)))
     return _batch(ids, np.full(len(query_lens), -1, np.int64), query_lens, np.zeros_like(query_lens), not decode, decode)
+
+
+def dummy_query_lens(num_tokens: int, num_requests: int, max_model_len: int) -> npt.NDArray[np.int32]:
+    """Few long requests that together have `num_tokens` tokens, or as many as `num_requests` of the maximum length can have."""
+    total = min(num_tokens, num_requests * max_model_len)
+    lens = np.full(-(-total // max_model_len), max_model_len, np.int32)
+    lens[-1] = total - max_model_len * (len(lens) - 1)
+    return lens
 
 
 def _batch(

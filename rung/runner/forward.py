@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from rung.context import ForwardContext, set_forward_context
+from rung.counters import Counters
 from rung.runner.batch import Batch
 
 StepMode = Literal["none", "piecewise", "full"]
@@ -22,7 +23,9 @@ class Dispatch:
     mode: StepMode
     num_tokens: int  # padded
     num_requests: int | None = None
-    descriptor: Any = None
+    max_query_len: int | None = None  # under FULL: the bound that holds for every batch of the graph
+    descriptor: Any = None  # of the graph
+    choice: Any = None  # what the forward wants to find again in `run`
 
 
 class Forward(ABC):
@@ -30,6 +33,10 @@ class Forward(ABC):
 
     `run` is given views of the runner's persistent buffers at the padded size; under FULL they are in place already, so replaying is all
     there is to do. The returned hidden states hold until the next `run`."""
+
+    def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The buffers for input ids (int32) and positions (int64) that the forward wants the runner to fill; None: any."""
+        return None
 
     @abstractmethod
     def dispatch(self, batch: Batch) -> Dispatch:
@@ -41,15 +48,16 @@ class Forward(ABC):
 
 
 class EagerForward(Forward):
-    """Calls the module as it is, at the exact size."""
+    """Calls a module, or a compiled plan, as it is and at the exact size."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], counters: Counters | None = None) -> None:
         self._module = module
+        self.counters = counters if counters is not None else Counters()
 
     def dispatch(self, batch: Batch) -> Dispatch:
         return Dispatch(mode="none", num_tokens=batch.num_tokens)
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        self.counters.add("step.none.graphs_off")
         with set_forward_context(context):
-            hidden: torch.Tensor = self._module(input_ids, positions)
-        return hidden
+            return self._module(input_ids, positions)

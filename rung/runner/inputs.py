@@ -24,11 +24,29 @@ class InputBuffers:
     seq_lens: torch.Tensor  # int32 [R]
     idx_mapping: torch.Tensor  # int64 [R], slots in batch order, -1 behind the batch
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.input_ids, self.positions, self.is_padding, self.query_start_loc, self.seq_lens, self.idx_mapping)
+
     @classmethod
-    def allocate(cls, max_num_tokens: int, max_num_requests: int, device: torch.device) -> InputBuffers:
+    def allocate(
+        cls,
+        max_num_tokens: int,
+        max_num_requests: int,
+        device: torch.device,
+        static_inputs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> InputBuffers:
+        """`static_inputs`: input ids and positions that somebody else owns, because graphs read them."""
+        if static_inputs is None:
+            input_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+            positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        else:
+            input_ids, positions = static_inputs
+            assert input_ids.shape == positions.shape == (max_num_tokens,)
+            assert (input_ids.dtype, positions.dtype) == (torch.int32, torch.int64)
         return cls(
-            input_ids=torch.zeros(max_num_tokens, dtype=torch.int32, device=device),
-            positions=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
+            input_ids=input_ids,
+            positions=positions,
             is_padding=torch.ones(max_num_tokens, dtype=torch.bool, device=device),
             query_start_loc=torch.zeros(max_num_requests + 1, dtype=torch.int32, device=device),
             seq_lens=torch.zeros(max_num_requests, dtype=torch.int32, device=device),

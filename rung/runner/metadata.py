@@ -29,7 +29,7 @@ def build_metadata(
             slot_mapping=slot_mapping,
             num_requests=dispatch.num_requests,
             num_actual_tokens=dispatch.num_tokens,
-            max_query_len=batch.max_query_len,
+            max_query_len=dispatch.max_query_len or batch.max_query_len,
             max_seq_len=max_model_len,
         )
     return AttentionMetadata(

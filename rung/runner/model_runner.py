@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 from torch import nn
 
 from rung.attention import AttentionBackend, AttentionSpec, attention_layers
-from rung.context import ForwardContext
+from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.errors import ConfigError, StateError
-from rung.runner.batch import Batch, dummy_batch, gather_batch
+from rung.runner.batch import Batch, dummy_batch, dummy_query_lens, gather_batch
 from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
 from rung.runner.forward import Dispatch, EagerForward, Forward
@@ -74,7 +75,7 @@ class ModelRunner:
         self.device = torch.device(device) if device is not None else first.device
         self.dtype = dtype or first.dtype
         self.counters = Counters()
-        self.forward = forward or EagerForward(module)
+        self.forward = forward or EagerForward(module, self.counters)
         self.layers = attention_layers(module)
         if not self.layers:
             raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
@@ -88,7 +89,7 @@ class ModelRunner:
         self.block_tables = (
             BlockTable(config.max_num_requests, config.max_blocks_per_request, config.max_num_tokens, config.block_size, transfer, ops),
         )
-        self.buffers = InputBuffers.allocate(config.max_num_tokens, config.max_num_requests, self.device)
+        self.buffers = InputBuffers.allocate(config.max_num_tokens, config.max_num_requests, self.device, self.forward.static_inputs())
         self.sampler = Sampler(config.max_num_requests, transfer, ops)
         self._inputs = InputBuilder(self.buffers, self.slots, transfer, ops)
         self._ops = ops
@@ -142,12 +143,31 @@ class ModelRunner:
         """Run a batch that belongs to nobody on the road of a real step (profiling, warm-up); returns its logits [num_requests, vocab]."""
         return self._forward_logits(self.prepare(dummy_batch(query_lens, decode=decode), dispatch))
 
+    @contextmanager
+    def dummy_context(self, dispatch: Dispatch) -> Iterator[None]:
+        """The forward context of a harmless batch in `dispatch`, for warm-up and capture. What a step may have prepared in the persistent
+        buffers is put back at the end."""
+        decode = dispatch.mode == "full" and dispatch.max_query_len is not None and dispatch.num_requests is not None
+        if decode:
+            assert dispatch.num_requests is not None
+            lens = np.full(dispatch.num_requests, dispatch.num_tokens // dispatch.num_requests, np.int32)
+        else:
+            lens = dummy_query_lens(dispatch.num_tokens, self.config.max_num_requests, self.config.max_model_len)
+        persistent = [*self.buffers.tensors, *(t for table in self.block_tables for t in (table.batch, table.slot_mapping))]
+        with torch.no_grad():
+            saved = [tensor.clone() for tensor in persistent]
+            try:
+                with set_forward_context(self.prepare(dummy_batch(lens, decode=decode), dispatch).context):
+                    yield
+            finally:
+                for tensor, values in zip(persistent, saved, strict=True):
+                    tensor.copy_(values)
+
     @torch.no_grad()
     def prepare(self, batch: Batch, dispatch: Dispatch | None = None) -> PreparedStep:
         """Choose the mode of a batch and enqueue its inputs, block tables and slot mapping. A capture prepares a dummy batch with the
         dispatch it wants."""
         dispatch = dispatch or self.forward.dispatch(batch)
-        self.counters.add(f"step.{dispatch.mode}")
         buffers = self.buffers
         self._inputs.upload(batch)
         self._inputs.build(dispatch.num_tokens, batch.has_prefill)

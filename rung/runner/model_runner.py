@@ -140,7 +140,10 @@ class ModelRunner:
 
     @torch.no_grad()
     def dummy_run(self, query_lens: npt.NDArray[np.int32], *, decode: bool = False, dispatch: Dispatch | None = None) -> torch.Tensor:
-        """Run a batch that belongs to nobody on the road of a real step (profiling, warm-up); returns its logits [num_requests, vocab]."""
+        """Run a batch that belongs to nobody on the road of a real step (profiling, warm-up); returns its logits [num_requests, vocab].
+        Raises `StateError` between the two calls of a step, whose inputs it would overwrite."""
+        if self._parked is not None:
+            raise StateError("a dummy run came before sample_tokens()", hint="sample the parked step first")
         return self._forward_logits(self.prepare(dummy_batch(query_lens, decode=decode), dispatch))
 
     @contextmanager

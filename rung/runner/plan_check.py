@@ -48,11 +48,10 @@ class PlanChecker:
 
     def _check_cached(self, request: CachedRequest, leaving: frozenset[str]) -> None:
         name = request.request_id
-        _require(name in self._slots.slot_of and name not in leaving, f"request {name!r} is unknown: it has no slot")
-        slot = self._slots.slot_of[name]
+        slot = self._slot(name, leaving)
         computed = int(self._slots.num_computed_tokens_np[slot])
-        same = request.resumed or request.num_computed_tokens == computed
-        _require(same, f"request {name!r} has {computed} computed tokens, the plan says {request.num_computed_tokens}")
+        if not request.resumed and request.num_computed_tokens != computed:
+            raise RequestError(f"request {name!r} has {computed} computed tokens, the plan says {request.num_computed_tokens}", hint=_HINT)
         if request.new_block_ids or request.resumed:
             self._check_blocks(slot, request.new_block_ids, replace=request.resumed)
 
@@ -69,12 +68,12 @@ class PlanChecker:
         _require(total <= budget, f"the plan has {total} tokens, max_num_tokens is {budget}")
         slots = self._slots
         for name, count in plan.num_scheduled_tokens.items():
-            _require(count >= 1, f"request {name!r} is scheduled with {count} tokens")
+            if count < 1:
+                raise RequestError(f"request {name!r} is scheduled with {count} tokens", hint=_HINT)
             if name in new:
                 computed, known, held = new[name].num_computed_tokens, len(new[name].token_ids), [len(b) for b in new[name].block_ids]
             else:
-                _require(name in slots.slot_of and name not in leaving, f"request {name!r} is unknown: it has no slot")
-                slot = slots.slot_of[name]
+                slot = self._slot(name, leaving)
                 computed, known = int(slots.num_computed_tokens_np[slot]), int(slots.total_len_np[slot])
                 held = [int(table.num_blocks_np[slot]) for table in self._tables]
                 if (change := cached.get(name)) is not None:
@@ -82,12 +81,19 @@ class PlanChecker:
                     added = [len(blocks) for blocks in change.new_block_ids] or [0] * len(held)
                     held = added if change.resumed else [a + b for a, b in zip(held, added, strict=True)]
             end = computed + count
-            _require(end <= known, f"request {name!r} is scheduled up to token {end} and has {known}")
+            if end > known:
+                raise RequestError(f"request {name!r} is scheduled up to token {end} and has {known}", hint=_HINT)
             for table, blocks in zip(self._tables, held, strict=True):
                 if blocks * table.block_size < end:
                     raise BlockTableError(
                         f"request {name!r} is scheduled up to token {end} and has {blocks} blocks of {table.block_size} tokens", hint=_HINT
                     )
+
+    def _slot(self, request_id: str, leaving: frozenset[str]) -> int:
+        slot = self._slots.slot_of.get(request_id)
+        if slot is None or request_id in leaving:
+            raise RequestError(f"request {request_id!r} is unknown: it has no slot", hint=_HINT)
+        return slot
 
 
 def _require(holds: bool, message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -58,25 +60,27 @@ def add_decoding(step: Step, name: str, done: int, blocks: list[int], last: int)
     step.slots.total_len_np[slot] += 1
 
 
+def in_order(step: Step, scheduled: dict[str, int]) -> Batch:
+    """The batch in the order of `scheduled`: the documents' flat examples are not sorted."""
+    batch = gather_batch(scheduled, step.slots)
+    order = [batch.request_ids.index(name) for name in scheduled]
+    query_lens = batch.query_lens[order]
+    return replace(
+        batch,
+        request_ids=tuple(scheduled),
+        idx_mapping=batch.idx_mapping[order],
+        query_lens=query_lens,
+        query_start_loc=np.concatenate([[0], query_lens.cumsum()]).astype(np.int32),
+        seq_lens=batch.seq_lens[order],
+    )
+
+
 def test_tv1_flat_batch() -> None:
     step = Step()
     step.add("A", 0, 5, [7])
     step.add("B", 37, 38, [2, 9, 4])
     step.add("C", 32, 35, [11, 12, 3])
-    # The document's batch is not sorted; equal layouts come from a batch in the document's order.
-    batch = gather_batch({"A": 5, "B": 1, "C": 3}, step.slots)
-    order = [batch.request_ids.index(name) for name in "ABC"]
-    lens = batch.query_lens[order]
-    start = np.concatenate([[0], lens.cumsum()]).astype(np.int32)
-    batch = Batch(
-        request_ids=("A", "B", "C"),
-        idx_mapping=batch.idx_mapping[order],
-        query_lens=lens,
-        query_start_loc=start,
-        seq_lens=batch.seq_lens[order],
-        has_prefill=True,
-        uniform_query_len=None,
-    )
+    batch = in_order(step, {"A": 5, "B": 1, "C": 3})
     step.builder.upload(batch)
     step.builder.build(9, True)
     assert step.buffers.query_start_loc[:4].tolist() == [0, 5, 6, 9]
@@ -90,13 +94,16 @@ def test_tv3_lengths_and_who_is_sampled() -> None:
     step = Step()
     for name, done, total, blocks in (("a", 100, 102, 7), ("b", 0, 600, 38), ("c", 40, 60, 4)):
         step.add(name, done, total, list(range(1, blocks + 1)))
-    batch = step.prepare({"a": 2, "c": 3, "b": 5})  # sorted by length already
-    assert batch.request_ids == ("a", "c", "b")
-    assert step.buffers.positions[:10].tolist() == [100, 101, 40, 41, 42, 0, 1, 2, 3, 4]
-    assert step.buffers.query_start_loc[:5].tolist() == [0, 2, 5, 10, 10]
-    assert step.buffers.query_start_loc[3:].unique().tolist() == [10]
-    assert step.buffers.seq_lens[:4].tolist() == [102, 43, 5, 0]
-    assert step.logits_indices(batch) == [1, 4, 9]
+    batch = in_order(step, {"a": 2, "b": 5, "c": 3})
+    step.builder.upload(batch)
+    step.builder.build(10, True)
+    assert step.buffers.positions[:10].tolist() == [100, 101, 0, 1, 2, 3, 4, 40, 41, 42]
+    assert step.buffers.query_start_loc[:4].tolist() == [0, 2, 7, 10]
+    assert step.buffers.query_start_loc[4:].unique().tolist() == [10]
+    assert step.buffers.seq_lens[:4].tolist() == [102, 5, 43, 0]
+    assert step.logits_indices(batch) == [1, 6, 9]
+    slots = [1023] * 2 + [1022] * 5 + [1021] * 3
+    assert torch.equal(step.buffers.input_ids[:10], step.slots.all_token_ids[slots, step.buffers.positions[:10]])
     sampled = step.ops.num_sampled(step.buffers.idx_mapping, step.buffers.seq_lens, step.slots.prefill_len, 3)
     assert sampled.tolist() == [1, 0, 0]  # only `a` reaches the end of its known tokens
 

@@ -38,6 +38,13 @@ def test_a_second_execute_before_sampling_is_refused() -> None:
     assert runner.execute_model(StepPlan()) is EMPTY_OUTPUT
 
 
+def test_a_dummy_run_before_sampling_is_refused() -> None:
+    runner = make_runner()
+    runner.execute_model(first_plan())
+    with pytest.raises(StateError, match="a dummy run came before sample_tokens"):
+        runner.dummy_run(np.array([1], np.int32))
+
+
 def test_sampling_with_nothing_parked_gives_none() -> None:
     runner = make_runner()
     assert runner.sample_tokens() is None

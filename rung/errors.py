@@ -149,3 +149,7 @@ class SamplingParamsError(RequestError):
 
 class KVCacheTooSmallError(UserError):
     """The KV cache cannot hold one request of the maximum length."""
+
+
+class BlockTableError(UserError, RuntimeError):
+    """A plan gives a request more blocks than its block table row holds, or fewer than its tokens need."""

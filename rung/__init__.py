@@ -8,19 +8,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+# Imported now, since importing the submodule later would put the module itself under this name.
+from rung.counters import counters
+
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "compiled": "rung.api",
     "wrap": "rung.api",
-    "counters": "rung.counters",
     "errors": "rung.errors",
     "Engine": "rung.runner",
     "SamplingParams": "rung.runner",
     "ModelRunner": "rung.runner",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", "counters", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

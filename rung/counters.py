@@ -5,9 +5,10 @@ A `Counters` belongs to one object (a wrapped module, a runner). The module-leve
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -51,6 +52,9 @@ class Counters(Mapping[str, int]):
     def __getitem__(self, name: str) -> int:
         return self.snapshot().get(str(name), 0)
 
+    def __contains__(self, name: object) -> bool:
+        return str(name) in self.snapshot()
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.snapshot())
 
@@ -82,24 +86,25 @@ class _Registry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._keys = itertools.count()
         self._living: dict[int, Counter[str]] = {}
+        self._retired: deque[int] = deque()  # keys whose owner is gone but whose counts are not in `_gone` yet
         self._gone: Counter[str] = Counter()
 
     def register(self, owner: Counters) -> None:
-        key = id(owner)
+        key = next(self._keys)
         with self._lock:
             self._living[key] = owner._counts
-        weakref.finalize(owner, self._retire, key).atexit = False
-
-    def _retire(self, key: int) -> None:
-        with self._lock:
-            self._gone.update(self._living.pop(key))
+        # The collector may run this inside `total`, so it takes no lock: appending to a deque is atomic.
+        weakref.finalize(owner, self._retired.append, key).atexit = False
 
     def total(self) -> Counter[str]:
         with self._lock:
+            while self._retired:
+                self._gone.update(self._living.pop(self._retired.popleft()))
             result = Counter(self._gone)
             for counts in self._living.values():
-                result.update(counts)
+                result.update(dict(counts))  # a copy made in one step: the owner may be adding names meanwhile
         return result
 
 

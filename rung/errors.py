@@ -120,6 +120,14 @@ class MissingWeightError(ModelLoadError):
     """A parameter has no tensor in the checkpoint, or one of another shape."""
 
 
+class UnexpectedWeightError(ModelLoadError):
+    """The checkpoint holds a tensor that belongs to no parameter."""
+
+
+class TokenizerError(ModelLoadError):
+    """A tokenizer or chat template is missing, not supported, or refuses its input."""
+
+
 # --- runner --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -141,3 +149,7 @@ class SamplingParamsError(RequestError):
 
 class KVCacheTooSmallError(UserError):
     """The KV cache cannot hold one request of the maximum length."""
+
+
+class BlockTableError(UserError, RuntimeError):
+    """A plan gives a request more blocks than its block table row holds, or fewer than its tokens need."""

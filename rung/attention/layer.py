@@ -74,6 +74,8 @@ class Attention(nn.Module):
 
     The KV cache and the backend are bound later, by `bind`; they are no parameters and no buffers."""
 
+    rung_unread_attributes = ("backend", "kv_cache")  # forward does not read them, so a plan does not depend on them
+
     def __init__(self, name: str, spec: AttentionSpec) -> None:
         super().__init__()
         self.name = name

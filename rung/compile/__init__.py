@@ -1,1 +1,1 @@
-
+"""Trace, split, compile the unique pieces, stitch."""

@@ -1,1 +1,23 @@
+"""Models: a Llama-family decoder, its configuration, weights out of safetensors and GGUF, tokenizer and chat template."""
 
+from rung.models.config import ARCHITECTURES, LlamaConfig, read_config
+from rung.models.llama import LlamaForCausalLM
+from rung.models.load import LoadedModel, load_model, resolve_path
+from rung.models.quickstart import find_quickstart
+from rung.models.random import SHAPES, random_model
+from rung.models.tokenizer import Detokenizer, Tokenizer
+
+__all__ = [
+    "ARCHITECTURES",
+    "SHAPES",
+    "Detokenizer",
+    "LlamaConfig",
+    "LlamaForCausalLM",
+    "LoadedModel",
+    "Tokenizer",
+    "find_quickstart",
+    "load_model",
+    "random_model",
+    "read_config",
+    "resolve_path",
+]

@@ -1,0 +1,163 @@
+"""The public entry points: `compiled` (decorator), `wrap` (instance or function), the torch.compile backend "rung", and the handle."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from rung.compile.entry import Entry
+from rung.compile.fingerprint import RuntimeState
+from rung.config import CompileConfig
+from rung.counters import Counters
+from rung.errors import ConfigError
+
+_Wrapped = TypeVar("_Wrapped", bound=Callable[..., Any])
+Dynamic = Mapping[str, Mapping[int, str]]
+
+
+class Handle(RuntimeState):
+    """`module.rung`: what was compiled for a wrapped object, its counts, and its life cycle."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+
+    @property
+    def counters(self) -> Counters:
+        """Counts of this object alone; `rung.counters` sums all of them."""
+        return self._entry.counters
+
+    def report(self) -> list[dict[str, Any]]:
+        """One dict a trace: where it came from and why, seconds by phase, pieces, unique pieces, what the passes did."""
+        return [
+            {
+                "plan_key": variant.report.plan_key,
+                "source": variant.report.source,
+                "reason": variant.report.reason,
+                "seconds": dict(variant.report.seconds),
+                "pieces": variant.report.pieces,
+                "unique_pieces": variant.report.unique_pieces,
+                "steps": [step.name for step in variant.compiled.steps],
+                "bounds": dict(variant.compiled.plan.bounds),
+                "passes": variant.report.passes,
+            }
+            for variant in self._entry.variants.values()
+        ]
+
+    def explain(self) -> str:
+        """The report as text."""
+        lines = []
+        for item in self.report():
+            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in item["seconds"].items())
+            why = f" ({item['reason']})" if item["reason"] else ""
+            lines.append(f"{item['source']}{why}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
+        return "\n".join(lines) or "nothing was compiled yet: call the module once"
+
+    def weights_changed(self) -> None:
+        """Tell that parameters or buffers were replaced (not updated in place)."""
+        self._entry.weights_changed()
+
+    def release(self) -> None:
+        """Drop everything compiled or captured; the next call starts again (from the store)."""
+        self._entry.release()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        import copy
+
+        return Handle(copy.deepcopy(self._entry, memo))
+
+
+def wrap(target: Any, *, config: CompileConfig | None = None, **options: Any) -> Any:
+    """Compile a module instance in place, or return a compiled version of a function.
+
+    A module keeps its class, `state_dict` keys and hooks; it gains `module.rung` (a `Handle`). The first call traces.
+    Options are the fields of `rung.config.CompileConfig`, for example `dynamic={"x": {0: "rows"}}`, `graphs="piecewise"`, `pad=("rows",)`.
+    """
+    config = _config(config, options)
+    if isinstance(target, nn.Module):
+        original = _method(target, config.method)
+        entry = _entry(original, config)
+        target.__dict__[config.method] = entry
+        target.__dict__["rung"] = Handle(entry)
+        return target
+    if callable(target):
+        entry = _entry(target, config)
+        entry.rung = Handle(entry)  # type: ignore[attr-defined]
+        return entry
+    raise ConfigError(f"cannot wrap a {type(target).__name__}", hint="pass a torch.nn.Module instance or a function")
+
+
+@overload
+def compiled(target: _Wrapped) -> _Wrapped: ...
+@overload
+def compiled(*, config: CompileConfig | None = None, **options: Any) -> Callable[[_Wrapped], _Wrapped]: ...
+
+
+def compiled(target: Any = None, *, config: CompileConfig | None = None, **options: Any) -> Any:
+    """Decorator for an `nn.Module` class or a function: `@rung.compiled(dynamic={"x": {0: "rows"}})`.
+
+    Each instance of a class compiles on its own at its first call. Options as for `wrap`."""
+    resolved = _config(config, options)
+    if target is None:
+        return functools.partial(_decorate, config=resolved)
+    return _decorate(target, config=resolved)
+
+
+def _decorate(target: Any, *, config: CompileConfig) -> Any:
+    if not isinstance(target, type):
+        return wrap(target, config=config)
+    if not issubclass(target, nn.Module):
+        raise ConfigError(f"{target.__qualname__} is not an nn.Module class", hint="decorate an nn.Module class or a function")
+    original = getattr(target, config.method, None)
+    if original is None:
+        raise ConfigError(f"{target.__qualname__} has no method {config.method!r}", hint="name an existing method")
+
+    def entry_of(module: Any) -> Entry:
+        entry: Entry | None = module.__dict__.get("_rung_entry")
+        if entry is None:
+            entry = module.__dict__["_rung_entry"] = _entry(original.__get__(module), config)
+        return entry
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return entry_of(self)(*args, **kwargs)
+
+    method.__rung_original__ = original  # type: ignore[attr-defined]
+    setattr(target, config.method, method)
+    target.rung = property(lambda module: Handle(entry_of(module)))  # type: ignore[attr-defined]
+    return target
+
+
+def _config(config: CompileConfig | None, options: Mapping[str, Any]) -> CompileConfig:
+    if config is not None and options:
+        raise ConfigError("pass either config or single options, not both", hint=f"put {min(options)!r} into the CompileConfig")
+    try:
+        return config or CompileConfig(**options)
+    except TypeError as error:
+        known = ", ".join(CompileConfig.__dataclass_fields__)
+        raise ConfigError(f"unknown option: {error}", hint=f"options are {known}") from None
+
+
+def _entry(function: Callable[..., Any], config: CompileConfig) -> Entry:
+    return Entry(function, config)
+
+
+def _method(module: nn.Module, name: str) -> Callable[..., Any]:
+    current = module.__dict__.get(name)
+    if isinstance(current, Entry):
+        raise ConfigError(f"{type(module).__qualname__}.{name} is wrapped already", hint="wrap a module once, or deepcopy it first")
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ConfigError(f"{type(module).__qualname__} has no method {name!r}", hint="name an existing method")
+    function: Callable[..., Any] = method
+    return function
+
+
+def dynamo_backend(graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The backend behind `torch.compile(model, backend="rung")`: Dynamo keeps its guards, rung splits, compiles and stitches."""
+    from rung.compile.backend import compile_graph
+
+    return compile_graph(graph_module)

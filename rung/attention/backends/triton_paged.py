@@ -1,0 +1,229 @@
+"""Our own paged attention in Triton: prefill, decode and mixed batches in one launch (and a reduce when the keys are split)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+
+from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
+from rung.errors import ConfigError
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_SPLITS = 64
+_KEYS_A_SPLIT = 128  # a smaller share is not worth its part of the reduce
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """The kernels' module; imported late, so that installations without Triton can import this file."""
+    from rung.attention.backends import triton_kernels
+
+    return triton_kernels
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in the interpreter (TRITON_INTERPRET=1, read by Triton itself)."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+@functools.cache
+def why_no_triton(device: torch.device) -> str | None:
+    """The reason why Triton kernels cannot run on `device`, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type != "cuda" and not interpreted():
+        return f"Triton kernels need a CUDA device, not {device.type!r}"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How one batch is cut into programs. Depends on shapes and bounds alone, so a captured launch serves every batch within them."""
+
+    block_q: int  # tokens a program
+    block_m: int  # rows (tokens x grouped heads) a program, a power of two of at least 16
+    block_n: int  # keys a step
+    splits: int  # shares of the keys
+    num_warps: int
+    num_stages: int
+
+
+def query_blocks(num_tokens: int, num_requests: int, block_q: int) -> int:
+    """Query blocks that cover any batch of these sizes, padded rows included: each request starts a block of its own."""
+    return num_tokens if block_q == 1 else num_tokens // block_q + num_requests + 1
+
+
+def plan_launch(
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    num_requests: int,
+    max_query_len: int,
+    max_seq_len: int,
+    processors: int,
+    element_size: int = 2,
+) -> Launch:
+    """The launch for a batch on a device of `processors` multiprocessors.
+
+    Decode reads each key once for one group of heads, so it wants many programs with small tiles: when there are fewer than two a
+    multiprocessor, the keys are split. Prefill wants tiles that fill the matrix units."""
+    group = spec.num_heads // spec.num_kv_heads
+    columns = padded(spec.head_size)
+    if max_query_len * group <= 16:
+        # The block table is read a stage ahead of the keys, so Triton's pipeliner keeps two tiles in flight from 5 stages on.
+        block_m, num_warps, num_stages = 16, 4, 5
+        block_n = max(16, min(128, 8192 // columns))
+    else:
+        rows = max_query_len * group
+        block_m = 32 if rows <= 32 or element_size > 2 else 64 if rows <= 64 else 128
+        num_warps, num_stages = (8, 3) if block_m == 128 else (4, 3)
+        block_n = max(16, min(64, 8192 // columns))
+    block_m = max(block_m, padded(group))
+    block_n = max(16, block_n * 2 // element_size)
+    block_q = 1 if max_query_len == 1 else block_m // group
+    programs = max(1, query_blocks(num_tokens, num_requests, block_q) * spec.num_kv_heads)
+    reach = max_seq_len if spec.sliding_window is None else min(max_seq_len, spec.sliding_window + block_q)
+    splits = max(1, min(2 * processors // programs, -(-reach // _KEYS_A_SPLIT), _MAX_SPLITS))
+    return Launch(block_q=block_q, block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=num_stages)
+
+
+def padded(size: int) -> int:
+    """The next power of two, at least 16: Triton's tiles have no other sizes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def write_kv_triton(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
+    """Scatter keys and values into the cache by slot with one kernel; a negative slot writes nothing."""
+    num_tokens, (_, num_kv_heads, head_size) = slot_mapping.shape[0], key.shape
+    if num_tokens == 0:
+        return
+    stride = _cache_strides(cache)
+    columns = padded(head_size)
+    heads = min(1 << (num_kv_heads - 1).bit_length(), max(1, 2048 // columns))
+    _kernels().write_kv_kernel[(num_tokens, -(-num_kv_heads // heads))](
+        _rows(key, "key"), _rows(value, "value"), cache.key, cache.value, slot_mapping,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), stride[0], stride[1], stride[2],
+        NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=cache.block_size, HEADS=heads, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
+
+
+def zero_padded_rows_triton(out: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+    """Zero the rows of `out` behind query_start_loc[-1], which is read on the device."""
+    if out.shape[0] == 0:
+        return
+    row = out.shape[1] * out.shape[2]
+    if out.stride(1) != out.shape[2] or out.stride(2) != 1:
+        raise ConfigError(f"out: rows must be contiguous, strides are {out.stride()}", hint="pass a contiguous output")
+    _kernels().zero_padded_rows_kernel[(out.shape[0],)](
+        out, query_start_loc, query_start_loc.shape[0] - 1, out.stride(0), ROW=row, STEP=min(padded(row), 2048), num_warps=4
+    )
+
+
+def _rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if tensor.stride(-1) != 1:
+        raise ConfigError(f"{name}: the last dimension must be contiguous, strides are {tensor.stride()}", hint="call .contiguous() first")
+    return tensor
+
+
+def _cache_strides(cache: KVCache) -> tuple[int, ...]:
+    stride = cache.key.stride()
+    if stride != cache.value.stride() or stride[-1] != 1:
+        raise ConfigError(
+            f"KV cache: keys and values must have equal strides and a contiguous last dimension, not {stride} and {cache.value.stride()}",
+            hint="allocate both as one shape, or as the halves of one tensor",
+        )
+    return stride
+
+
+class TritonPaged(AttentionBackend):
+    """Triton paged attention. All lengths are read on the device, so it captures mixed batches; sums are float32.
+
+    The partial results of split keys are allocated for the call: in a capture they come from the graph's pool. `launch` overrides
+    the planned launch, for tuning."""
+
+    name: ClassVar[str] = "triton_paged"
+    capture_support: ClassVar[CaptureSupport] = CaptureSupport.ALWAYS
+
+    def __init__(self, spec: AttentionSpec, launch: Launch | None = None) -> None:
+        super().__init__(spec)
+        self.launch = launch
+
+    @classmethod
+    def why_not(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+        if (reason := why_no_triton(device)) is not None:
+            return reason
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return "the device's compute capability is below 8.0"
+        if dtype not in _DTYPES:
+            return f"{dtype} is not one of {', '.join(map(str, _DTYPES))}"
+        if spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} heads cannot be grouped over {spec.num_kv_heads} KV heads"
+        if spec.head_size > 256:
+            return f"head size {spec.head_size} is above 256"
+        if spec.num_heads // spec.num_kv_heads > 128:
+            return f"{spec.num_heads // spec.num_kv_heads} query heads a KV head are above 128"
+        if block_size % 16:
+            return f"block size {block_size} is no multiple of 16"
+        return None
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
+        write_kv_triton(key, value, cache, slot_mapping)
+
+    def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
+        num_tokens, num_heads, head_size = query.shape
+        if num_tokens == 0:
+            return
+        spec, launch = self.spec, self.launch or self._plan(query, metadata)
+        scales, sums = self._workspace(query, launch.splits)
+        stride = _cache_strides(cache)
+        columns = padded(head_size)
+        blocks = query_blocks(num_tokens, metadata.num_requests, launch.block_q)
+        _kernels().paged_attention_kernel[(blocks, spec.num_kv_heads, launch.splits)](
+            _rows(query, "query"), _rows(out, "out"), cache.key, cache.value,
+            metadata.query_start_loc, metadata.seq_lens, metadata.block_table, sums, scales,
+            num_tokens, metadata.num_requests, spec.scale, spec.soft_cap or 1.0,
+            query.stride(0), query.stride(1), out.stride(0), out.stride(1), stride[0], stride[1], stride[2],
+            metadata.block_table.stride(0),
+            GROUP=num_heads // spec.num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=cache.block_size,
+            BLOCK_Q=launch.block_q, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, COLUMNS=columns,
+            WINDOW=spec.sliding_window or 0, HAS_SOFT_CAP=spec.soft_cap is not None, SPLIT=launch.splits > 1,
+            num_warps=launch.num_warps, num_stages=launch.num_stages,
+        )  # fmt: skip
+        if launch.splits > 1:
+            _kernels().reduce_splits_kernel[(num_tokens, num_heads)](
+                out, sums, scales, launch.splits, out.stride(0), out.stride(1),
+                HEAD_SIZE=head_size, COLUMNS=columns, MAX_SPLITS=_MAX_SPLITS, STEP=16, num_warps=2,
+            )  # fmt: skip
+
+    def _plan(self, query: torch.Tensor, metadata: AttentionMetadata) -> Launch:
+        return plan_launch(
+            self.spec,
+            num_tokens=query.shape[0],
+            num_requests=metadata.num_requests,
+            max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
+            processors=_processors(query.device),
+            element_size=query.element_size(),
+        )
+
+    @staticmethod
+    def _workspace(query: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales [num_tokens, num_heads, splits] and sums [..., head_size], both float32. Without splits the kernel uses neither."""
+        if splits == 1:
+            return query, query
+        shape = (*query.shape[:2], splits)
+        scales = torch.empty(shape, dtype=torch.float32, device=query.device)
+        return scales, torch.empty((*shape, query.shape[2]), dtype=torch.float32, device=query.device)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

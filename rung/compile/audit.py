@@ -1,0 +1,80 @@
+"""Check what a trace decided about the dynamic dimensions: they must still be free, and every relation must hold for all sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from rung import torch_compat
+from rung.compile.paths import Path
+from rung.errors import DynamicShapeError
+
+
+class FixedDimension(Exception):  # noqa: N818 - a signal between two functions, not an error
+    """A dimension that nobody declared, and that the trace fixed."""
+
+    def __init__(self, argument: str, dim: int) -> None:
+        super().__init__(argument, dim)
+        self.argument = argument
+        self.dim = dim
+
+
+def audit_symbols(
+    capture: torch_compat.Capture, inputs: tuple[Path, ...], dynamic: Mapping[str, Mapping[int, str]], maximum: int | None, name: str
+) -> tuple[dict[str, str], dict[str, int | None], dict[str, str]]:
+    """Symbols of the trace -> names; names -> the largest size the graph serves (None: any); names -> the name they were unified with.
+
+    An upper bound (a buffer narrowed to the argument's size) is accepted, because the entry checks it. Any other relation that does not
+    hold for all sizes, and a fixed dimension, raise `DynamicShapeError` with argument, relation and place. A fixed dimension whose name
+    begins with "~" was not asked for and raises `FixedDimension` instead, so that it can be traced as static."""
+    placeholders = [node for node in capture.graph_module.graph.nodes if node.op == "placeholder"]
+    symbols: dict[str, str] = {}
+    unified: dict[str, str] = {}
+    bounds: dict[Any, int | None] = {}
+    for path, node in zip(inputs, placeholders, strict=True):
+        dims = dynamic.get(path.dotted(), {}) if path.dim is None else {}
+        for dim, user_name in dims.items():
+            expression = _free_symbol(capture, node, name, path.dotted(), dim, user_name)
+            unified[user_name] = symbols.setdefault(str(expression), user_name)
+            limits = [bound for bound in (torch_compat.upper_bound(capture.shape_env, expression), maximum) if bound is not None]
+            bounds[expression] = min(limits, default=None)
+    for relation, place in torch_compat.unproved_relations(capture, bounds):
+        free = list(relation.free_symbols)
+        bound = torch_compat.bounding_constant(capture.shape_env, relation, free[0]) if len(free) == 1 and free[0] in bounds else None
+        if bound is None:
+            raise DynamicShapeError(
+                f"{name} only works for sizes with {_readable(relation, symbols)}{place}",
+                hint="a compiled graph serves every size: remove the relation, or leave the dimension out of `dynamic`",
+            )
+        bounds[free[0]] = min(bound, bounds[free[0]] or bound)
+    return symbols, {symbols[str(symbol)]: bound for symbol, bound in bounds.items()}, unified
+
+
+def _free_symbol(capture: torch_compat.Capture, placeholder: fx.Node, name: str, argument: str, dim: int, user_name: str) -> Any:
+    """The symbol that a dynamic dimension has after the trace."""
+    size = placeholder.meta["example_value"].shape[dim]
+    expression = torch_compat.resolved_symbol(capture.shape_env, size)
+    if expression is not None and expression.is_symbol:
+        return expression
+    if user_name.startswith("~"):
+        raise FixedDimension(argument, dim)
+    if expression is None or expression.is_number:
+        fixed = int(expression) if expression is not None else size
+        raise DynamicShapeError(
+            f"{name} fixes dimension {dim} ({user_name!r}) of argument {argument!r} to {fixed}"
+            + torch_compat.where_fixed(capture, placeholder, fixed),
+            hint="narrow buffers to the size of the argument before they meet it, or leave the dimension out of `dynamic`",
+        )
+    raise DynamicShapeError(
+        f"{name} makes dimension {dim} ({user_name!r}) of argument {argument!r} equal to {expression}",
+        hint="name dimensions equally that are always equal",
+    )
+
+
+def _readable(relation: Any, symbols: Mapping[str, str]) -> str:
+    text = str(relation)
+    for symbol, user_name in symbols.items():
+        text = text.replace(symbol, user_name)
+    return text

@@ -1,0 +1,127 @@
+"""From a traced graph to pieces and the steps of a plan. No code is generated here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rung import torch_compat
+from rung.compile.pieces import Piece, extract_piece
+from rung.compile.plan import OpCall, Step
+from rung.compile.split import Segment, simplify_sizes, split_graph
+from rung.compile.trace import TracedGraph
+from rung.errors import UnsupportedModuleError
+
+
+@dataclass(frozen=True, slots=True)
+class SplitGraph:
+    """Unique pieces and the steps that use them."""
+
+    pieces: tuple[Piece, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Any, ...]
+
+
+def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
+    """Split `traced` at `split_ops` (names such as "rung::attention") and number its values. Mutates the traced graph."""
+    module = traced.graph_module
+    simplify_sizes(module.graph)
+    _refuse_constants(module.graph)
+    segments = split_graph(module.graph, lambda node: is_split_op(node, split_ops))
+    builder = _Builder(module)
+    for segment in segments:
+        if segment.kind == "piece":
+            builder.add_piece(segment)
+        else:
+            builder.add_break(segment)
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    outputs = tuple(builder.argument(item) for item in output.args[0])
+    return SplitGraph(tuple(builder.unique.values()), tuple(builder.steps), outputs)
+
+
+def is_split_op(node: fx.Node, split_ops: Collection[str]) -> bool:
+    overload = torch_compat.single_overload(node.target)
+    return node.op == "call_function" and isinstance(overload, torch_compat.OpOverload) and overload.name().split(".")[0] in split_ops
+
+
+def _refuse_constants(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr" and isinstance(node.meta.get("example_value"), torch.Tensor):
+            raise UnsupportedModuleError(
+                f"forward makes a constant tensor{torch_compat.node_location(node)}",
+                hint="register it as a buffer of the module",
+            )
+
+
+class _Builder:
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.numbers: dict[fx.Node, int] = {}
+        self.steps: list[Step] = []
+        self.unique: dict[str, Piece] = {}
+        self.breaks = 0
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self.number(node)
+
+    def number(self, node: fx.Node) -> int:
+        return self.numbers.setdefault(node, len(self.numbers))
+
+    def add_piece(self, segment: Segment) -> None:
+        if not segment.outputs and not any(_mutates(node) for node in segment.nodes):
+            return
+        piece = extract_piece(self.module, segment)
+        self.unique.setdefault(piece.key, piece)
+        index = list(self.unique).index(piece.key)
+        inputs = tuple(self.number(node) for node in segment.inputs)
+        outputs = tuple(self.number(node) for node in segment.outputs)
+        self.steps.append(Step(f"piece_{self._count('piece'):02}", inputs, outputs, piece=index))
+
+    def add_break(self, segment: Segment) -> None:
+        calls = []
+        for node in segment.nodes:
+            if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+                continue
+            calls.append(self._call(node))
+        inputs = tuple(self.number(node) for node in segment.inputs)
+        outputs = tuple(self.number(node) for node in segment.outputs)
+        name = str(torch_compat.single_overload(segment.nodes[-1].target)).split(".")[-2]
+        self.steps.append(Step(f"{name}_{self._count('break'):02}", inputs, outputs, calls=tuple(calls)))
+
+    def _count(self, kind: str) -> int:
+        return sum((step.piece is not None) == (kind == "piece") for step in self.steps)
+
+    def _call(self, node: fx.Node) -> OpCall:
+        overload: Any = torch_compat.single_overload(node.target)
+        is_tuple = isinstance(node.meta.get("example_value"), tuple | list)
+        outputs: tuple[int, ...] = ()
+        if is_tuple:
+            parts = {int(user.args[1]): user for user in node.users}  # type: ignore[arg-type]
+            outputs = tuple(self.number(parts[i]) if i in parts else -1 for i in range(len(node.meta["example_value"])))
+        elif node.users:
+            outputs = (self.number(node),)
+        kwargs = {key: self.argument(value) for key, value in node.kwargs.items()}
+        return OpCall(overload.name(), tuple(self.argument(value) for value in node.args), kwargs, outputs, is_tuple)
+
+    def argument(self, value: Any) -> Any:
+        """The JSON form of an argument: a value number, a constant, or a list of them."""
+        if isinstance(value, fx.Node):
+            return {"value": self.number(value)}
+        if isinstance(value, tuple | list):
+            return [self.argument(item) for item in value]
+        if isinstance(value, bool | int | float | str | type(None)):
+            return {"constant": value}
+        if isinstance(value, torch.dtype | torch.device):
+            return {"torch": str(value)}
+        raise UnsupportedModuleError(
+            f"a split op is called with a {type(value).__name__}, which a plan cannot hold",
+            hint="pass tensors, numbers, strings, lists of them, dtypes or devices",
+        )
+
+
+def _mutates(node: fx.Node) -> bool:
+    return bool(node.is_impure()) or (node.op == "call_method" and str(node.target).endswith("_"))

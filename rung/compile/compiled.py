@@ -1,0 +1,73 @@
+"""A compiled function: a plan bound to one module's tensors and to loaded pieces. Implements `BoundPlan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rung.compile.bound import BoundStep, StepCall, StepRunner
+from rung.compile.breaks import break_call
+from rung.compile.plan import CompilePlan
+from rung.compile.stitch import Source, last_uses, restorer, stitch
+
+
+class CompiledFunction:
+    """Runs a plan. Thread-safe for concurrent calls: a call keeps its state in locals.
+
+    `weights` are the module's tensors as they were when bound; `rebind` reads them again."""
+
+    def __init__(self, plan: CompilePlan, pieces: Sequence[StepCall], owner: Mapping[str, Any], piece_sources: Sequence[str] = ()) -> None:
+        self.plan = plan
+        self.piece_sources = tuple(piece_sources)  # what Inductor generated for each unique piece
+        self._pieces = tuple(pieces)
+        self._breaks = {step.name: break_call(step) for step in plan.steps if step.piece is None}
+        self.rebind(owner)
+
+    def rebind(self, owner: Mapping[str, Any]) -> None:
+        """Read the module's parameters and buffers again and make the stitched code anew. `owner` maps the traced name of self."""
+        self.weights = {n: path.resolve(owner) for n, path in enumerate(self.plan.inputs) if path.dim is None and path.local in owner}
+        self.arguments = [n for n, path in enumerate(self.plan.inputs) if path.dim is None and n not in self.weights]
+        calls = [self._call_of(step) for step in self.plan.steps]
+        self.steps: tuple[BoundStep, ...] = tuple(
+            BoundStep("break" if step.piece is None else "piece", step.name, call)
+            for step, call in zip(self.plan.steps, calls, strict=True)
+        )
+        self.source: Source = stitch(self.plan, calls, self.weights)
+        self.stitched = self.source.build("stitched")
+        self._restore: Callable[..., Any] = restorer(self.plan, self.arguments, self.weights).build("restore")
+        self._last = last_uses(self.plan)
+
+    def _call_of(self, step: Any) -> StepCall:
+        return self._breaks[step.name] if step.piece is None else self._pieces[step.piece]
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the tensors that `__call__` takes, in order."""
+        return tuple(self.plan.inputs[number].dotted() for number in self.arguments)
+
+    @property
+    def device(self) -> torch.device:
+        tensors = [weight for weight in self.weights.values() if isinstance(weight, torch.Tensor)]
+        return tensors[0].device if tensors else torch.device(self.plan.tensors[0][1].device)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._restore(self.stitched(*inputs), inputs)
+
+    def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        return self._restore(flat, inputs)
+
+    def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
+        """See `BoundPlan.run_steps`."""
+        values: dict[int, Any] = dict(self.weights) | dict(zip(self.arguments, inputs, strict=True))
+        by_path = {(path.local, path.accesses): n for n, path in enumerate(self.plan.inputs) if path.dim is None}
+        for number, path in enumerate(self.plan.inputs):
+            if path.dim is not None:
+                values[number] = values[by_path[(path.local, path.accesses)]].shape[path.dim]
+        for index, (step, bound) in enumerate(zip(self.plan.steps, self.steps, strict=True)):
+            results = runner(bound, [values[number] for number in step.inputs])
+            values.update(zip(step.outputs, results, strict=True))
+            for number in [n for n, at in self._last.items() if at == index and n >= len(self.plan.inputs)]:
+                values.pop(number, None)
+        return [values[output["value"]] if "value" in output else output["constant"] for output in self.plan.outputs]

@@ -1,0 +1,59 @@
+"""Find out whether forward changes attributes of its module; a compiled graph would not repeat that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from rung.errors import UnsupportedModuleError
+
+_STATE = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def refuse_side_effects(owner: object | None, name: str) -> Iterator[None]:
+    """Raise `UnsupportedModuleError` naming the attribute when the block rebinds one of the module; the old state is put back."""
+    if not isinstance(owner, nn.Module):
+        yield
+        return
+    before = {path: _state(module) for path, module in owner.named_modules()}
+    modules = dict(owner.named_modules())
+    yield
+    changed = [
+        f"{path}.{key}" if path else key
+        for path, old in before.items()
+        for key, value in _state(modules[path]).items()
+        if key not in old or old[key] is not value
+    ]
+    for path, old in before.items():
+        _restore(modules[path], old)
+    if changed:
+        raise UnsupportedModuleError(
+            f"{name} assigns the attribute {changed[0]!r} while it runs; a compiled graph would do so only once",
+            hint="update a registered buffer in place (buffer.copy_(...)), or return the value",
+        )
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    state = {key: value for key, value in module.__dict__.items() if key not in _STATE}
+    for table in _STATE:
+        state.update(module.__dict__[table])
+    return state
+
+
+def _restore(module: nn.Module, old: dict[str, Any]) -> None:
+    for table in _STATE:
+        entries = module.__dict__[table]
+        for key in list(entries):
+            if key not in old:
+                del entries[key]
+            else:
+                entries[key] = old[key]
+    for key in [key for key in module.__dict__ if key not in _STATE]:
+        if key not in old:
+            del module.__dict__[key]
+        else:
+            module.__dict__[key] = old[key]

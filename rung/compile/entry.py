@@ -1,0 +1,153 @@
+"""The callable that stands in for a wrapped function: finds or makes the variant for a call, or runs eagerly with a counted reason."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from rung import config as configuration
+from rung.cache import Store
+from rung.compile.arguments import Leaf, Signature, dynamic_dims, leaves, signature_of
+from rung.compile.driver import Driver
+from rung.compile.fingerprint import RuntimeState
+from rung.compile.variant import Variant
+from rung.config import CompileConfig
+from rung.counters import Count, Counters
+from rung.errors import InputMismatchError
+
+
+class EagerReason(StrEnum):
+    """Why a call of a wrapped function did not run compiled."""
+
+    DISABLED = "disabled"  # RUNG_DISABLE is set
+    GRADIENT = "gradient"  # a gradient could be asked for; compiled functions are for inference
+    AUTOCAST = "autocast"  # the ambient autocast would change the dtypes that were traced
+    TENSOR_SUBCLASS = "tensor_subclass"  # an argument is no plain tensor
+    TRANSFORM = "transform"  # another compiler is tracing through the call
+
+
+class Entry(RuntimeState):
+    """Callable with the signature of `function` (a function or a bound method). One lock guards compiling; calls need none."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        config: CompileConfig,
+        counters: Counters | None = None,
+        *,
+        prepare: Callable[[Entry, Variant], None] | None = None,
+    ) -> None:
+        self.function = function
+        self.config = config
+        self.counters = Counters() if counters is None else counters
+        self.variants: dict[Signature, Variant] = {}
+        self._prepare = prepare  # gives a new variant its graphs
+        self._fast: Callable[..., Any] | None = None
+        self._lock = threading.RLock()
+        functools.update_wrapper(self, function)
+
+    @property
+    def owner(self) -> Any:
+        return getattr(self.function, "__self__", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.function(*args, **kwargs)
+        fast = self._fast
+        return self._slow(*args, **kwargs) if fast is None else fast(*args, **kwargs)
+
+    def _slow(self, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        found = leaves(bound.arguments)
+        reason = self._eager_reason(found)
+        if reason is not None:
+            self.counters.add(Count.EAGER_CALLS)
+            self.counters.add(f"eager.{reason}")
+            return self.function(*args, **kwargs)
+        return self.variant(bound.arguments, found).call(bound.arguments)
+
+    def variant(self, locals_: Mapping[str, Any], found: list[Leaf] | None = None) -> Variant:
+        """The variant for these bound arguments, compiled or loaded if it is new."""
+        found = leaves(locals_) if found is None else found
+        dims = dynamic_dims(self.function, found, self.config.dynamic)
+        key = (*signature_of(found, dims), getattr(self.owner, "training", None))
+        variant = self.variants.get(key)
+        if variant is None:
+            with self._lock:
+                variant = self.variants.get(key) or self._compile(key, locals_, found, dims)
+        if variant.fast is None:
+            variant.fast = variant.entry(self.function, self.owner, self._slow)
+        self._fast = variant.fast
+        return variant
+
+    def _compile(self, key: Signature, locals_: Mapping[str, Any], found: list[Leaf], dims: dict[str, dict[int, str]]) -> Variant:
+        if len(self.variants) >= self.config.max_variants:
+            raise InputMismatchError(
+                f"{getattr(self.function, '__qualname__', self.function)} was called with {len(self.variants) + 1} different signatures; "
+                f"the last differs in {self._difference(key)}",
+                hint="pass changing numbers as tensors, name changing dimensions in `dynamic`, or raise `max_variants`",
+            )
+        driver = Driver(self.config, Store(configuration.cache_dir()), self.counters)
+        tensors = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
+        compiled, report = driver.compile(self.function, locals_, tensors, dims)
+        variant = Variant(compiled, report, found, getattr(self.owner, "training", False))
+        if self._prepare is not None:
+            self._prepare(self, variant)
+        self.variants[key] = variant
+        return variant
+
+    def _difference(self, key: Signature) -> str:
+        last = next(reversed(self.variants))
+        changed = [new for old, new in zip(last, key, strict=False) if old != new]
+        return ", ".join(str(item[0].dotted()) if isinstance(item, tuple) else "training" for item in changed) or "its number of arguments"
+
+    def _eager_reason(self, found: list[Leaf]) -> EagerReason | None:
+        tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
+        if configuration.disabled():
+            return EagerReason.DISABLED
+        if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+            return EagerReason.TENSOR_SUBCLASS
+        if torch.is_grad_enabled() and (any(t.requires_grad for t in tensors) or self._weights_need_grad()):
+            return EagerReason.GRADIENT
+        if any(torch.is_autocast_enabled(device_type) for device_type in {tensor.device.type for tensor in tensors}):
+            return EagerReason.AUTOCAST
+        return None
+
+    def _weights_need_grad(self) -> bool:
+        return isinstance(self.owner, torch.nn.Module) and any(parameter.requires_grad for parameter in self.owner.parameters())
+
+    def weights_changed(self) -> None:
+        """Read the module's tensors again, after parameters were replaced."""
+        with self._lock:
+            for variant in self.variants.values():
+                locals_ = {variant.compiled.plan.inputs[n].local: self.owner for n in variant.compiled.weights}
+                variant.compiled.rebind(locals_)
+            self._fast = None
+
+    def release(self) -> None:
+        """Drop all variants."""
+        with self._lock:
+            self.variants.clear()
+            self._fast = None
+
+    # --- copies start uncompiled: they own no trace of the original ---------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
+        import copy
+
+        owner = self.owner
+        function: Any = self.function
+        if owner is not None:
+            function = types.MethodType(function.__func__, copy.deepcopy(owner, memo))
+        return Entry(function, self.config, prepare=self._prepare)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Entry, (self.function, self.config))

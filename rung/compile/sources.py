@@ -1,0 +1,72 @@
+"""The source of every function that a trace went through, so that an edited function is never served from an old plan."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import linecache
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRef:
+    """A traced function: where to find its source again, and the hash of what it was."""
+
+    module: str  # import name of the module, or "" when it cannot be imported by name
+    qualname: str
+    digest: str
+
+    def to_json(self) -> list[str]:
+        return [self.module, self.qualname, self.digest]
+
+
+def source_refs(codes: Iterable[CodeType]) -> tuple[SourceRef, ...]:
+    """One reference for each distinct function, in the order they were met. Functions of torch itself are covered by its version."""
+    refs = {code: SourceRef(_module_of(code.co_filename), code.co_qualname, code_digest(code)) for code in codes if not _is_torch(code)}
+    return tuple(dict.fromkeys(refs.values()))
+
+
+def code_digest(code: CodeType) -> str:
+    """Hash of the source text of a code object; of its bytecode where no source exists."""
+    linecache.checkcache(code.co_filename)
+    try:
+        text = inspect.getsource(code)
+    except (OSError, TypeError):
+        text = repr((code.co_code, code.co_names, [c for c in code.co_consts if not isinstance(c, CodeType)]))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def current_digest(ref: SourceRef) -> str | None:
+    """The hash of the function as it is now, or None when it cannot be found."""
+    if not ref.module:
+        return None
+    try:
+        value: Any = import_module(ref.module)
+        for part in ref.qualname.replace("<locals>.", "").split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError):
+        return None
+    value = inspect.unwrap(value)
+    original = getattr(value, "__rung_original__", value)
+    code = getattr(original, "__code__", None) or getattr(getattr(original, "fget", None), "__code__", None)
+    return None if code is None else code_digest(code)
+
+
+def _is_torch(code: CodeType) -> bool:
+    return "torch" in Path(code.co_filename).parts
+
+
+@lru_cache(maxsize=1024)
+def _module_of(filename: str) -> str:
+    import sys
+
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__file__", None) == filename and name != "__main__":
+            return name
+    return ""

@@ -1,0 +1,100 @@
+"""The return template: how the user's output structure is rebuilt from the flat outputs of the graph.
+
+It is recorded once, by running Dynamo's own bytecode around a stand-in for the graph that returns markers, and it is plain JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from rung.errors import UnsupportedModuleError
+
+Template = dict[str, Any]  # {"kind": ..., ...}; nested
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recorder:
+    """Turns one sample of the user's output into a template."""
+
+    outputs: Mapping[int, int]  # id of a marker -> index of the flat output
+    integers: Mapping[int, int]  # a marker integer -> index of the flat output
+    inputs: Mapping[int, int]  # id of a graph input -> its index among the placeholders
+
+    def record(self, value: Any, where: str = "output") -> Template:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, where)
+        if isinstance(value, bool | str | float | type(None)):
+            return {"kind": "constant", "value": value}
+        if isinstance(value, int):
+            index = self.integers.get(value)
+            return {"kind": "constant", "value": value} if index is None else {"kind": "output", "index": index}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+            return {"kind": "object", "type": _type_name(value), "items": self._mapping(fields, where)}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            fields = dict(zip(value._fields, value, strict=True))
+            return {"kind": "object", "type": _type_name(value), "items": self._mapping(fields, where)}
+        if type(value) in (tuple, list):
+            items = [self.record(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            return {"kind": type(value).__name__, "items": items}
+        if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
+            kind = {"kind": "dict"} if type(value) is dict else {"kind": "mapping", "type": _type_name(value)}
+            return {**kind, "items": self._mapping(value, where)}
+        raise UnsupportedModuleError(
+            f"the module returns a {type(value).__name__} at {where}, which cannot be rebuilt from a compiled graph",
+            hint="return tensors, numbers, strings, None, or tuples, lists, dicts and dataclasses of them",
+        )
+
+    def _mapping(self, items: Mapping[Any, Any], where: str) -> list[list[Any]]:
+        return [[key, self.record(item, f"{where}[{key!r}]")] for key, item in items.items()]
+
+    def _tensor(self, value: torch.Tensor, where: str) -> Template:
+        if id(value) in self.outputs:
+            return {"kind": "output", "index": self.outputs[id(value)]}
+        if id(value) in self.inputs:
+            return {"kind": "input", "index": self.inputs[id(value)]}
+        raise UnsupportedModuleError(
+            f"the module returns a tensor at {where} that is neither computed by the graph nor one of its inputs",
+            hint="compute it in forward, or return the parameter or argument itself",
+        )
+
+
+def render(template: Template, outputs: Sequence[str], inputs: Sequence[str], bind: Callable[[Any], str]) -> str:
+    """Python source that rebuilds the structure; `bind` gives a name to an object that the source refers to."""
+    kind = template["kind"]
+    if kind == "output":
+        return outputs[template["index"]]
+    if kind == "input":
+        return inputs[template["index"]]
+    if kind == "constant":
+        return bind(template["value"]) if isinstance(template["value"], float) else repr(template["value"])
+    if kind in ("tuple", "list"):
+        items = [render(item, outputs, inputs, bind) for item in template["items"]]
+        return "[" + ", ".join(items) + "]" if kind == "list" else "(" + "".join(f"{item}, " for item in items) + ")"
+    pairs = [(key, render(item, outputs, inputs, bind)) for key, item in template["items"]]
+    if kind == "object":
+        return f"{bind(_load_type(template['type']))}({', '.join(f'{key}={value}' for key, value in pairs)})"
+    literal = "{" + ", ".join(f"{key!r}: {value}" for key, value in pairs) + "}"
+    return literal if kind == "dict" else f"{bind(_load_type(template['type']))}({literal})"
+
+
+def _type_name(value: Any) -> str:
+    cls = type(value)
+    if "<locals>" in cls.__qualname__:
+        raise UnsupportedModuleError(
+            f"the module returns a {cls.__qualname__}, a class defined inside a function", hint="define the class at module level"
+        )
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _load_type(name: str) -> Any:
+    module, _, qualname = name.partition(":")
+    value: Any = import_module(module)
+    for part in qualname.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,186 @@
+"""Trace a function once, with its dynamic dimensions unbacked, into one FX graph with named inputs and a return template."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rung import torch_compat
+from rung.compile.audit import FixedDimension, audit_symbols
+from rung.compile.effects import refuse_side_effects
+from rung.compile.paths import Path, parse_path
+from rung.compile.sources import SourceRef, source_refs
+from rung.compile.template import Recorder, Template
+from rung.errors import DynamicShapeError, RungError, TraceError, UnsupportedModuleError
+
+DynamicDims = Mapping[str, Mapping[int, str]]  # argument (dotted path) -> {dim: name of the symbol}
+
+
+@dataclass(frozen=True, slots=True)
+class TracedGraph:
+    """One traced function. `graph_module` belongs to whoever holds this object; its placeholders are `inputs`, in order."""
+
+    graph_module: fx.GraphModule
+    inputs: tuple[Path, ...]
+    symbols: Mapping[str, str]  # the trace's symbol -> the user's name of the dimension
+    bounds: Mapping[str, int | None]  # name of a dimension -> the largest size the graph serves, None when any
+    template: Template
+    sources: tuple[SourceRef, ...]  # every function that was traced through
+    unified: Mapping[str, str]  # name of a dimension -> the name that stands for it after unification
+    bytecode: types.CodeType | None
+
+
+def trace(function: Callable[..., Any], locals_: Mapping[str, Any], dynamic: DynamicDims, *, maximum: int | None = None) -> TracedGraph:
+    """Trace `function` (a function or a bound method) with the bound arguments `locals_` (self excluded).
+
+    Tensors named in `dynamic` are replaced by fresh ones of a size that no buffer has, so the caller's tensors stay unmarked.
+    Raises `DynamicShapeError` when the trace fixes a declared dimension, `TraceError` when it does not end in one graph."""
+    try:
+        return _trace_once(function, locals_, dynamic, maximum)
+    except FixedDimension as fixed:
+        dims = {dim: name for dim, name in dynamic[fixed.argument].items() if dim != fixed.dim}
+        return trace(function, locals_, {**dynamic, fixed.argument: dims}, maximum=maximum)
+
+
+def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynamic: DynamicDims, maximum: int | None) -> TracedGraph:
+    size = _free_size(function)
+    example = _example_arguments(locals_, dynamic, size)
+    args, kwargs = _as_call(function, example)
+    try:
+        capture = torch_compat.capture_graph(function, args, kwargs)
+    except torch_compat.NoTensorOpsError:
+        raise TraceError(
+            f"{_name(function)} contains no tensor operation, so there is nothing to compile", hint="leave this module unwrapped"
+        ) from None
+    except Exception as error:
+        if isinstance(error, RungError) or not torch_compat.is_capture_error(error):
+            raise
+        raise _trace_error(function, error) from error
+    inputs = tuple(parse_path(source) for source in capture.sources)
+    owner = getattr(function, "__self__", None)
+    full = dict(example) if owner is None else {self_name(function): owner, **example}
+    _check_reachable(inputs, full)
+    symbols, bounds, unified = audit_symbols(capture, inputs, dynamic, maximum, _name(function))
+    template = _record_template(capture, function, inputs, full, args, kwargs, owner)
+    return TracedGraph(capture.graph_module, inputs, symbols, bounds, template, source_refs(capture.traced_code), unified, capture.bytecode)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def self_name(function: Callable[..., Any]) -> str:
+    return next(iter(inspect.signature(function.__func__).parameters))  # type: ignore[attr-defined]
+
+
+def _free_size(function: Callable[..., Any]) -> int:
+    """A size above every dimension of the module's tensors, so that no size coincides with the dynamic one by chance."""
+    owner = getattr(function, "__self__", None)
+    used = {37}
+    if isinstance(owner, nn.Module):
+        used |= {size for tensor in (*owner.parameters(), *owner.buffers()) for size in tensor.shape}
+    size = 41
+    while size in used or any(other % size == 0 for other in used if other):
+        size += 2
+    return size
+
+
+def _example_arguments(locals_: Mapping[str, Any], dynamic: DynamicDims, size: int) -> dict[str, Any]:
+    example = {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in locals_.items()}
+    for argument, dims in dynamic.items():
+        tensor = example.get(argument)
+        if tensor is None and argument in example:
+            continue  # an optional argument that is absent in this call
+        if not isinstance(tensor, torch.Tensor):
+            raise DynamicShapeError(
+                f"dynamic names argument {argument!r}, but "
+                + ("there is no such argument" if argument not in example else f"it is a {type(tensor).__name__}, not a tensor"),
+                hint=f"name one of the tensor arguments: {[k for k, v in example.items() if isinstance(v, torch.Tensor)]}",
+            )
+        bad = [dim for dim in dims if not 0 <= dim < tensor.dim()]
+        if bad:
+            raise DynamicShapeError(
+                f"dynamic names dimension {bad[0]} of argument {argument!r}, which has {tensor.dim()} dimensions",
+                hint="count dimensions from 0; negative numbers are not accepted",
+            )
+        shape = [size if dim in dims else extent for dim, extent in enumerate(tensor.shape)]
+        stand_in = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+        for dim, symbol in dims.items():
+            torch_compat.mark_unbacked(stand_in, dim, shape_id=symbol)
+        example[argument] = stand_in
+    return example
+
+
+def _as_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    bound = inspect.BoundArguments(inspect.signature(function), dict(arguments))
+    return bound.args, bound.kwargs
+
+
+def _check_reachable(inputs: tuple[Path, ...], locals_: Mapping[str, Any]) -> None:
+    for path in inputs:
+        try:
+            path.resolve(locals_)
+        except (KeyError, AttributeError, IndexError, TypeError):
+            raise UnsupportedModuleError(
+                f"the graph reads {path.dotted()!r}, which cannot be found again on the module or its arguments",
+                hint="register the tensor as a parameter or buffer, or pass it as an argument",
+            ) from None
+
+
+def _record_template(
+    capture: torch_compat.Capture,
+    function: Callable[..., Any],
+    inputs: tuple[Path, ...],
+    locals_: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    owner: object | None,
+) -> Template:
+    output_node = next(node for node in reversed(capture.graph_module.graph.nodes) if node.op == "output")
+    markers: list[Any] = [
+        (1 << 40) + 7919 * i if torch_compat.is_sym_int_node(node) else torch.empty(0) for i, node in enumerate(output_node.args[0])
+    ]
+    with refuse_side_effects(owner, _name(function)), torch.no_grad():
+        call = capture.replay(lambda *_: list(markers))
+        sample = call(*((owner,) if owner is not None else ()), *args, **kwargs)
+    recorder = Recorder(
+        outputs={id(marker): i for i, marker in enumerate(markers) if isinstance(marker, torch.Tensor)},
+        integers={marker: i for i, marker in enumerate(markers) if isinstance(marker, int)},
+        inputs={id(path.resolve(locals_)): i for i, path in enumerate(inputs) if path.dim is None},
+    )
+    return recorder.record(sample)
+
+
+def _trace_error(function: Callable[..., Any], error: BaseException) -> TraceError:
+    where = user_location(error)
+    first = str(error).strip().splitlines()
+    reason = next((line.strip() for line in first if line.strip()), type(error).__name__)
+    if torch_compat.is_size_decision(error):
+        return DynamicShapeError(
+            f"{_name(function)} decides on the size of a dynamic dimension{where}: {reason}",
+            hint="a compiled graph serves every size: make the code independent of the size, or leave the dimension out of `dynamic`",
+        )
+    return TraceError(
+        f"{_name(function)} could not be traced as one graph{where}: {reason}",
+        hint="remove the call from forward, or mark the function that holds it so that it runs outside of the graph; "
+        "RUNG_DISABLE=1 runs the module eagerly",
+    )
+
+
+def user_location(error: BaseException) -> str:
+    """` at file:line (code)` of the innermost frame of user code that an error of the compiler names, or an empty text."""
+    stack: Any = getattr(error, "real_stack", None)
+    frames = list(stack) if stack else list(traceback.extract_tb(error.__traceback__))
+    for frame in reversed(frames):
+        parts = PurePath(frame.filename).parts
+        if "torch" not in parts and "rung" not in parts[-3:-1] and frame.line:
+            return f" at {frame.filename}:{frame.lineno} ({frame.line.strip()})"
+    return ""

@@ -1,0 +1,139 @@
+"""One trace of a function and the generated entry that checks a call against it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rung.compile.arguments import Leaf
+from rung.compile.compiled import CompiledFunction
+from rung.compile.driver import CompileReport
+from rung.compile.plan import TensorSpec
+from rung.compile.stitch import Source
+from rung.errors import InputMismatchError
+
+Run = Callable[..., Any]  # takes the tensors of `CompiledFunction.input_names`
+
+
+class Variant:
+    """A compiled function for one signature of arguments. `run` is the compiled call, or a graph manager's."""
+
+    def __init__(self, compiled: CompiledFunction, report: CompileReport, found: list[Leaf], training: bool) -> None:
+        self.compiled = compiled
+        self.report = report
+        self.run: Run = compiled
+        self.fast: Callable[..., Any] | None = None  # the generated entry, made at the first call
+        self.training = training
+        self.constants = [(path, value) for path, value in found if not isinstance(value, torch.Tensor)]
+        self.devices = {path.dotted(): value.device for path, value in found if isinstance(value, torch.Tensor)}
+        self.needs_no_grad = any(isinstance(w, torch.Tensor) and w.requires_grad for w in compiled.weights.values())
+
+    def call(self, locals_: Mapping[str, Any]) -> Any:
+        """Run for arguments that are known to have this variant's signature; checks the relations between sizes."""
+        self.check_sizes(locals_)
+        inputs = [self.compiled.plan.inputs[number].resolve(locals_) for number in self.compiled.arguments]
+        return self.run(*(value.contiguous() if isinstance(value, torch.Tensor) else value for value in inputs))
+
+    def check_sizes(self, locals_: Mapping[str, Any]) -> None:
+        """Raise `InputMismatchError` naming both arguments when sizes disagree, or the argument whose size is above the bound."""
+        known: dict[str, tuple[int, str]] = {}
+        for path, spec in self.compiled.plan.tensors:
+            shape = path.resolve(locals_).shape
+            for dim, extent in enumerate(spec.shape):
+                if isinstance(extent, int):
+                    continue
+                here = f"{path.dotted()}.shape[{dim}]"
+                size, where = known.setdefault(extent, (shape[dim], here))
+                if size != shape[dim]:
+                    raise InputMismatchError(
+                        f"{where} is {size} and {here} is {shape[dim]}, but both are dimension {extent!r}",
+                        hint="pass tensors of equal size there",
+                    )
+                bound = self.compiled.plan.bounds.get(extent)
+                if bound is not None and size > bound:
+                    raise InputMismatchError(f"{here} is {size}, above the maximum of {bound}", hint="raise `maximum`, or split the call")
+
+    def entry(self, function: Callable[..., Any], owner: Any, miss: Callable[..., Any]) -> Callable[..., Any]:
+        """Generate the checked entry: same parameters as `function`, calls `miss` when any check fails."""
+        signature = inspect.signature(function)
+        source = Source("entry", "")
+        source.head = f"    def entry({_parameters(signature, source)}):"
+        checks = self._checks(source, owner)
+        forwarded = ", ".join(_forward(parameter) for parameter in signature.parameters.values())
+        inputs = ", ".join(self.compiled.plan.inputs[number].expression() for number in self.compiled.arguments)
+        source.bind(miss, "miss")
+        source.bind(self, "variant")
+        source.lines.append("try:")
+        source.lines.append(f"    good = {' and '.join(checks) or 'True'}")
+        source.lines.append("except Exception:")  # a leaf is missing or of another type: the slow road tells which
+        source.lines.append("    good = False")
+        source.lines.append("if good:")
+        source.lines.append(f"    return variant.run({inputs})")
+        source.lines.append(f"return miss({forwarded})")
+        return source.build("entry")
+
+    def _checks(self, source: Source, owner: Any) -> list[str]:
+        source.bind(torch.Tensor, "Tensor")
+        source.bind(torch.is_grad_enabled, "is_grad_enabled")
+        source.bind(torch.is_autocast_enabled, "is_autocast_enabled")
+        checks: list[str] = []
+        first: dict[str, str] = {}
+        for path, spec in self.compiled.plan.tensors:
+            checks += self._tensor_checks(path.expression(), path.dotted(), spec, source, first)
+        for path, value in self.constants:
+            text = path.expression()
+            same = f"{text} is {value!r}" if value is None or isinstance(value, bool) else f"{text} == {source.bind(value)}"
+            checks += [same] if value is None or isinstance(value, bool) else [f"{text}.__class__ is {source.bind(type(value))}", same]
+        for device_type in sorted({spec.device for _, spec in self.compiled.plan.tensors}):
+            checks.append(f"not is_autocast_enabled({device_type!r})")
+        if self.needs_no_grad:
+            checks.append("not is_grad_enabled()")
+        if owner is not None and hasattr(owner, "training"):
+            checks.append(f"{source.bind(owner, 'owner')}.training is {self.training}")
+        return checks
+
+    def _tensor_checks(self, text: str, name: str, spec: TensorSpec, source: Source, first: dict[str, str]) -> list[str]:
+        dtype = source.bind(getattr(torch, spec.dtype.removeprefix("torch.")))
+        device = source.bind(self.devices[name])
+        checks = [f"{text}.__class__ is Tensor", f"{text}.dtype is {dtype}", f"{text}.device == {device}"]
+        checks += [f"{text}.dim() == {len(spec.shape)}", f"{text}.is_contiguous()", f"not ({text}.requires_grad and is_grad_enabled())"]
+        for dim, extent in enumerate(spec.shape):
+            here = f"{text}.shape[{dim}]"
+            if isinstance(extent, int):
+                checks.append(f"{here} == {extent}")
+            elif extent in first:
+                checks.append(f"{here} == {first[extent]}")
+            else:
+                first[extent] = here
+                bound = self.compiled.plan.bounds.get(extent)
+                checks += [f"{here} <= {bound}"] if bound is not None else []
+        return checks
+
+
+def _parameters(signature: inspect.Signature, source: Source) -> str:
+    parts: list[str] = []
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    for index, parameter in enumerate(signature.parameters.values()):
+        if (
+            parameter.kind is parameter.KEYWORD_ONLY
+            and parameter.VAR_POSITIONAL not in kinds
+            and parameter.KEYWORD_ONLY not in kinds[:index]
+        ):
+            parts.append("*")
+        star = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        default = "" if parameter.default is parameter.empty else f"={source.bind(parameter.default)}"
+        parts.append(f"{star}{parameter.name}{default}")
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.POSITIONAL_ONLY not in kinds[index + 1 :]:
+            parts.append("/")
+    return ", ".join(parts)
+
+
+def _forward(parameter: inspect.Parameter) -> str:
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return f"*{parameter.name}"
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return f"**{parameter.name}"
+    return f"{parameter.name}={parameter.name}" if parameter.kind is parameter.KEYWORD_ONLY else parameter.name

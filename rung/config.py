@@ -1,0 +1,79 @@
+"""Declared environment variables and the resolved configuration of a compile.
+
+Precedence: argument, then environment, then default. Only the variables of `VARIABLES` are ever read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rung.errors import ConfigError
+
+VARIABLES: Mapping[str, str] = {
+    "RUNG_CACHE_DIR": "folder of the artifact store; default: rung under the XDG cache directory",
+    "RUNG_DISABLE": "1: wrapped modules run eagerly",
+    "RUNG_DUMP": "folder that receives graphs, pieces, generated code and stitching of every compile",
+    "RUNG_FLASH_ATTN_LIBRARY": "path of a library that registers FlashAttention-3 as a torch op",
+}
+
+
+def variable(name: str) -> str | None:
+    """The value of a declared variable; an empty one counts as unset."""
+    if name not in VARIABLES:
+        raise ConfigError(f"{name} is not a declared variable", hint=f"declared are {sorted(VARIABLES)}")
+    return os.environ.get(name) or None
+
+
+def disabled() -> bool:
+    return variable("RUNG_DISABLE") not in (None, "0")
+
+
+def cache_dir() -> Path:
+    """Where artifacts are kept: RUNG_CACHE_DIR, or `rung` under XDG_CACHE_HOME."""
+    asked = variable("RUNG_CACHE_DIR")
+    if asked:
+        return Path(asked)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rung"
+
+
+GRAPH_MODES = ("none", "piecewise", "full", "auto")
+OUTPUT_POLICIES = ("clone", "borrow")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileConfig:
+    """How one module is compiled and run. Frozen and validated when built."""
+
+    dynamic: Mapping[str, Mapping[int, str]] | None = None  # argument -> {dim: name}; None: dim 0 of every argument annotated as a tensor
+    maximum: int | None = None  # largest size of a dynamic dimension; None: any
+    split_ops: tuple[str, ...] = ()  # ops to cut at, beside rung's attention ops
+    method: str = "forward"
+    graphs: str = "none"  # one of GRAPH_MODES
+    pad: tuple[str, ...] = ()  # names of the dimensions that may be padded to a capture size
+    capture_sizes: tuple[int, ...] | None = None  # None: the documents' ladder up to `maximum`
+    outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
+    max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
+    inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
+
+    def __post_init__(self) -> None:
+        _one_of("graphs", self.graphs, GRAPH_MODES)
+        _one_of("outputs", self.outputs, OUTPUT_POLICIES)
+        if self.maximum is not None and self.maximum < 1:
+            raise ConfigError(f"maximum must be at least 1, got {self.maximum}", hint="give the largest size of the dynamic dimension")
+        if self.max_variants < 1:
+            raise ConfigError(f"max_variants must be at least 1, got {self.max_variants}", hint="leave it at the default of 8")
+        if self.pad and self.graphs == "none":
+            raise ConfigError("pad has no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
+        names = {name for dims in (self.dynamic or {}).values() for name in dims.values()}
+        unknown = [name for name in self.pad if self.dynamic is not None and name not in names]
+        if unknown:
+            raise ConfigError(f"pad names {unknown[0]!r}, which is no dynamic dimension", hint=f"dynamic names {sorted(names)}")
+
+
+def _one_of(field_name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{field_name} must be one of {', '.join(allowed)}; got {value!r}", hint=f"use {allowed[0]!r} if unsure")

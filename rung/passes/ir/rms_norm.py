@@ -1,0 +1,22 @@
+"""Root-mean-square normalisation (Zhang and Sennrich, 2019), as the Llama family uses it: statistics in fp32, the weight last."""
+
+from __future__ import annotations
+
+import torch
+
+from rung.passes.ir.op import define_ir_op
+
+
+def _body(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * normed.to(x.dtype)
+
+
+RMS_NORM = define_ir_op("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor", _body)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x [..., hidden], weight [hidden] -> [..., hidden] in x's dtype (or the wider of both)."""
+    result: torch.Tensor = torch.ops.rung.rms_norm(x, weight, epsilon)
+    return result

@@ -1,0 +1,48 @@
+"""Replace IR ops by an implementation: today the native body, spliced into the graph so that Inductor fuses it with its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import fx
+
+from rung import torch_compat
+from rung.passes.ir import IR_OPS, IROp
+
+
+def lower(graph: fx.Graph, ops: Iterable[IROp] = IR_OPS) -> dict[str, int]:
+    """Lower every IR op in `graph`; returns how many of each were lowered."""
+    table = {op.overload: op for op in ops}
+    counts: dict[str, int] = {}
+    for node in list(graph.nodes):
+        op = table.get(node.target) if node.op == "call_function" else None
+        if op is not None:
+            inline(graph, node, op.body)
+            counts[op.name] = counts.get(op.name, 0) + 1
+    return counts
+
+
+def inline(graph: fx.Graph, node: fx.Node, body: Callable[..., Any]) -> None:
+    """Trace `body` over the node's fake values and splice the result in its place. The body returns one tensor."""
+    inputs = list(dict.fromkeys(arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, fx.Node)))
+
+    def call(*values: Any) -> Any:
+        given = dict(zip(inputs, values, strict=True))
+        args = [given[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
+        kwargs = {key: given[arg] if isinstance(arg, fx.Node) else arg for key, arg in node.kwargs.items()}
+        return body(*args, **kwargs)
+
+    traced = torch_compat.trace_body(call, [arg.meta["val"] for arg in inputs])
+    placeholders = [inner for inner in traced.graph.nodes if inner.op == "placeholder"]
+    copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, inputs, strict=True))
+    with graph.inserting_before(node):
+        for inner in traced.graph.nodes:
+            if inner.op in ("placeholder", "output"):
+                continue
+            copies[inner] = graph.node_copy(inner, lambda used: copies[used])
+            # the names in generated kernels and traces come from these
+            copies[inner].meta |= {key: node.meta[key] for key in ("stack_trace", "original_aten", "nn_module_stack") if key in node.meta}
+    output = next(inner for inner in reversed(traced.graph.nodes) if inner.op == "output")
+    node.replace_all_uses_with(copies[output.args[0]])
+    graph.erase_node(node)

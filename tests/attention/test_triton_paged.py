@@ -1,0 +1,129 @@
+"""The Triton kernels. Without a GPU these run in Triton's interpreter, where `test_triton_interpreted` starts them."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rung.attention.backends.triton_paged import TritonPaged, plan_launch, query_blocks, why_no_triton, zero_padded_rows_triton
+from tests.attention.cases import LENGTHS, NAN, T13_SLOTS, check_writes_only_its_slots, make_batch, make_spec
+
+CPU = torch.device("cpu")
+runs = pytest.mark.skipif(why_no_triton(CPU) is not None, reason="needs Triton's interpreter (TRITON_INTERPRET=1)")
+
+
+@runs
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_ragged_batch_equals_oracle(lengths: list[tuple[int, int]]) -> None:
+    batch = make_batch(make_spec(), lengths, padded_requests=2, padded_rows=3).without_host()
+    batch.check(TritonPaged(batch.spec), 1e-5)
+
+
+@runs
+def test_long_keys_are_split_and_joined() -> None:
+    batch = make_batch(make_spec(4, 1), [(1, 300), (1, 5), (0, 9), (1, 129)], padded_requests=1, padded_rows=2).without_host()
+    launch = plan_launch(
+        batch.spec, num_tokens=5, num_requests=5, max_query_len=1, max_seq_len=batch.metadata.max_seq_len, processors=40, element_size=4
+    )
+    assert launch.splits == 3
+    batch.check(TritonPaged(batch.spec, launch), 1e-5)
+
+
+@runs
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("kind", ["chunked", "mixed"])
+def test_splits_with_several_rows_a_program(kind: str, window: int | None) -> None:
+    batch = make_batch(make_spec(window=window), LENGTHS[kind], padded_rows=2).without_host()
+    size = {"num_tokens": batch.query.shape[0], "num_requests": batch.metadata.num_requests}
+    launch = plan_launch(batch.spec, **size, max_query_len=33, max_seq_len=48, processors=1, element_size=4)
+    batch.check(TritonPaged(batch.spec, replace(launch, splits=3)), 1e-5)
+
+
+@runs
+@pytest.mark.parametrize(("window", "cap"), [(8, None), (None, 2.0), (20, 5.0)])
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_window_and_soft_cap(window: int | None, cap: float | None, kind: str) -> None:
+    batch = make_batch(make_spec(window=window, cap=cap), LENGTHS[kind], padded_rows=2).without_host()
+    batch.check(TritonPaged(batch.spec), 1e-5)
+
+
+@runs
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "block_size"), [(9, 3, 64, 16), (4, 4, 80, 64), (2, 1, 256, 256), (6, 2, 40, 48)]
+)
+def test_shapes(heads: int, kv_heads: int, head_size: int, block_size: int) -> None:
+    batch = make_batch(
+        make_spec(heads, kv_heads, head_size), [(1, 40), (19, 4), (1, 0)], block_size=block_size, padded_rows=1
+    ).without_host()
+    batch.check(TritonPaged(batch.spec), 1e-5)
+
+
+@runs
+def test_float16() -> None:
+    batch = make_batch(make_spec(), LENGTHS["mixed"], dtype=torch.float16, padded_rows=1).without_host()
+    batch.check(TritonPaged(batch.spec), 2e-3)
+
+
+@runs
+@pytest.mark.parametrize("slots", [T13_SLOTS, [-1, -1, -1], [-(2**40), 4]], ids=str)
+def test_padded_slots_write_nothing(slots: list[int]) -> None:
+    check_writes_only_its_slots(TritonPaged(make_spec()), slots)
+
+
+@runs
+def test_rows_without_a_position_become_zero() -> None:
+    batch = make_batch(make_spec(), [(4, 0), (1, 0)]).without_host()
+    batch.metadata.seq_lens.copy_(torch.tensor([2, 0]))
+    out = batch.run(TritonPaged(batch.spec))
+    assert out[[0, 1, 4]].abs().max() == 0
+    assert bool(out[[2, 3]].isfinite().all())
+
+
+@runs
+def test_padded_rows_are_zeroed_alone() -> None:
+    out = torch.full((6, 3, 16), NAN)
+    out[:4] = 1.0
+    zero_padded_rows_triton(out, torch.tensor([0, 1, 4, 4], dtype=torch.int32))
+    assert out[:4].eq(1).all()
+    assert out[4:].eq(0).all()
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64, 256])
+@pytest.mark.parametrize("max_seq_len", [128, 1024, 8192, 131072])
+def test_decode_launch_fills_the_device_and_no_more(batch: int, max_seq_len: int) -> None:
+    launch = plan_launch(
+        make_spec(32, 8, 128), num_tokens=batch, num_requests=batch, max_query_len=1, max_seq_len=max_seq_len, processors=132
+    )
+    assert launch.block_q == 1
+    assert launch.splits == 1 or batch * 8 * launch.splits <= 264
+    assert launch.splits * 128 <= max(128, max_seq_len)
+
+
+def test_query_blocks_cover_every_batch() -> None:
+    for query_lens in ([1, 1, 1], [17, 0, 33], [16, 16], [0, 0, 5], [64]):
+        for padded in (0, 1, 15, 40):
+            needed = sum(-(-length // 16) for length in [*query_lens, padded])
+            assert query_blocks(sum(query_lens) + padded, len(query_lens), 16) >= needed
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("spec", "dtype", "block_size", "reason"),
+    [
+        (make_spec(head_size=512), torch.float16, 16, "head size 512 is above 256"),
+        (make_spec(), torch.float16, 24, "block size 24 is no multiple of 16"),
+        (make_spec(), torch.float64, 16, "torch.float64 is not one of torch.float16, torch.bfloat16, torch.float32"),
+    ],
+)
+def test_limits_are_stated(monkeypatch: pytest.MonkeyPatch, spec, dtype: torch.dtype, block_size: int, reason: str) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("rung.attention.backends.triton_paged.why_no_triton", lambda device: None)
+    assert TritonPaged.why_not(spec, dtype, CPU, block_size) == reason
+
+
+def test_missing_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("rung.attention.backends.triton_paged.why_no_triton", why_no_triton.__wrapped__)
+    assert TritonPaged.why_not(make_spec(), torch.float16, CPU, 16) == "Triton is not installed"

@@ -1,0 +1,253 @@
+"""Attention on the device: Triton (and FlashAttention where there is one) against float64, in and out of CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rung.attention import AttentionBackend, AttentionMetadata, KVCache
+from rung.attention.backends.flash_attn import FlashAttention3
+from rung.attention.backends.torch_reference import TorchReference
+from rung.attention.backends.triton_paged import TritonPaged, zero_padded_rows_triton
+from rung.attention.select import select_backend
+from tests.attention.cases import LENGTHS, NAN, T13_SLOTS, Batch, check_writes_only_its_slots, make_batch, make_spec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 1e-5}
+BACKENDS: list[type[AttentionBackend]] = [TritonPaged, TorchReference, FlashAttention3]
+
+# Name -> (query length, history): decode alone and in numbers, long and short, prompts and mixtures.
+BATCHES: dict[str, list[tuple[int, int]]] = {
+    "one long decode": [(1, 8000)],
+    "64 decodes": [(1, (i * 37) % 1500) for i in range(64)],
+    "long and short decodes": [(1, 4000), (1, 3), (1, 700), (1, 64)],
+    "prompt": [(1000, 0)],
+    "chunk": [(130, 3000)],
+    "mixed": [(1, 2000), (1, 15), (298, 0), (5, 100), (64, 64)],
+    "verify": [(4, 900), (4, 17), (4, 0)],
+}
+
+
+def usable(backend: type[AttentionBackend], batch: Batch) -> None:
+    reason = backend.why_not(batch.spec, batch.query.dtype, batch.query.device, batch.cache.block_size)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
+def test_batch_equals_float64(backend: type[AttentionBackend], lengths: list[tuple[int, int]]) -> None:
+    spec = make_spec(8, 2, 128)
+    batch = make_batch(spec, lengths, dtype=torch.bfloat16, device="cuda", padded_requests=3, padded_rows=9, slack=100).without_host()
+    usable(backend, batch)
+    batch.check(backend(spec), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_small_ragged_batches(lengths: list[tuple[int, int]]) -> None:
+    batch = make_batch(make_spec(), lengths, dtype=torch.float16, device="cuda", padded_requests=1, padded_rows=2).without_host()
+    batch.check(TritonPaged(batch.spec), TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "block_size", "dtype"),
+    [
+        (9, 3, 64, 16, torch.bfloat16),
+        (4, 4, 80, 64, torch.bfloat16),
+        (8, 1, 256, 64, torch.bfloat16),
+        (8, 2, 128, 64, torch.float16),
+        (4, 2, 64, 256, torch.float32),
+    ],
+)
+def test_shapes(kind: str, heads: int, kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype) -> None:
+    spec = make_spec(heads, kv_heads, head_size)
+    batch = make_batch(
+        spec, BATCHES["mixed"] if kind == "mixed" else [(1, 900), (1, 31)], block_size=block_size, dtype=dtype, device="cuda"
+    )
+    batch.without_host().check(TritonPaged(spec), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", [TritonPaged, FlashAttention3], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(("window", "cap"), [(256, None), (None, 5.0)])
+@pytest.mark.parametrize("kind", ["64 decodes", "mixed"])
+def test_window_and_soft_cap(backend: type[AttentionBackend], window: int | None, cap: float | None, kind: str) -> None:
+    spec = make_spec(8, 2, 128, window=window, cap=cap)
+    batch = make_batch(spec, BATCHES[kind], dtype=torch.bfloat16, device="cuda", padded_rows=3).without_host()
+    usable(backend, batch)
+    batch.check(backend(spec), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("slots", [T13_SLOTS, [-1, -1, -1], [-1, 79, 0]], ids=str)
+def test_padded_slots_write_nothing(backend: type[AttentionBackend], slots: list[int]) -> None:
+    if backend is FlashAttention3 and FlashAttention3.why_not(make_spec(), torch.bfloat16, torch.device("cuda"), 16):
+        pytest.skip("FlashAttention-3 is not here")
+    check_writes_only_its_slots(backend(make_spec()), slots, device="cuda", dtype=torch.bfloat16)
+
+
+def test_rows_of_a_fused_projection() -> None:
+    """Query, key and value may be views of one projection."""
+    spec = make_spec(8, 2, 128)
+    batch = make_batch(spec, BATCHES["mixed"], dtype=torch.bfloat16, device="cuda", padded_rows=2).without_host()
+    fused = torch.cat([batch.query, batch.key, batch.value], dim=1)  # [num_tokens, 12, 128]
+    query, key, value = fused.split([8, 2, 2], dim=1)
+    replace(batch, query=query, key=key, value=value).check(TritonPaged(spec), TOLERANCE[torch.bfloat16])
+
+
+def test_padded_rows_are_zeroed_alone() -> None:
+    out = torch.full((300, 9, 64), NAN, device="cuda", dtype=torch.bfloat16)
+    out[:130] = 1.0
+    zero_padded_rows_triton(out, torch.tensor([0, 7, 130, 130], dtype=torch.int32, device="cuda"))
+    assert bool(out[:130].eq(1).all())
+    assert bool(out[130:].eq(0).all())
+
+
+class Static:
+    """Fixed buffers large enough for several batches, as a graph needs them."""
+
+    def __init__(self, num_tokens: int, num_requests: int, columns: int, num_blocks: int, like: Batch) -> None:
+        spec, dtype = like.spec, like.query.dtype
+        self.query = torch.zeros(num_tokens, spec.num_heads, spec.head_size, dtype=dtype, device="cuda")
+        self.key = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_size, dtype=dtype, device="cuda")
+        self.value, self.out = torch.zeros_like(self.key), torch.full_like(self.query, NAN)
+        shape = (num_blocks, like.cache.block_size, spec.num_kv_heads, spec.head_size)
+        self.cache = KVCache(*(torch.zeros(shape, dtype=dtype, device="cuda") for _ in range(2)))
+        self.metadata = AttentionMetadata(
+            query_start_loc=torch.zeros(num_requests + 1, dtype=torch.int32, device="cuda"),
+            seq_lens=torch.zeros(num_requests, dtype=torch.int32, device="cuda"),
+            block_table=torch.zeros(num_requests, columns, dtype=torch.int32, device="cuda"),
+            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device="cuda"),
+            num_requests=num_requests,
+            num_actual_tokens=num_tokens,
+            max_query_len=num_tokens,
+            max_seq_len=columns * like.cache.block_size,
+        )
+
+    def load(self, batch: Batch) -> None:
+        """Put a batch into the buffers; everything around it becomes NaN, slot -1 or length 0."""
+        for mine, theirs in ((self.query, batch.query), (self.key, batch.key), (self.value, batch.value)):
+            mine.fill_(NAN)[: theirs.shape[0]] = theirs
+        for mine, theirs in ((self.cache.key, batch.cache.key), (self.cache.value, batch.cache.value)):
+            mine.fill_(NAN)[: theirs.shape[0]] = theirs
+        self.out.fill_(NAN)
+        meta, theirs = self.metadata, batch.metadata
+        count = theirs.num_requests
+        meta.query_start_loc.fill_(batch.num_actual_tokens)[: count + 1] = theirs.query_start_loc
+        meta.seq_lens.zero_()[:count] = theirs.seq_lens
+        meta.block_table.zero_()[:count, : theirs.block_table.shape[1]] = theirs.block_table
+        meta.slot_mapping.fill_(-1)[: theirs.slot_mapping.shape[0]] = theirs.slot_mapping
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_captured_launch_serves_other_lengths(backend: type[AttentionBackend], kind: str) -> None:
+    spec = make_spec(8, 2, 128)
+    lengths: list[list[tuple[int, int]]]
+    if kind == "decode":
+        lengths = [[(1, 40)], [(1, 900), (1, 3), (1, 511)], [(1, i * 100) for i in range(8)], [(1, 0), (1, 1)]]
+    else:
+        lengths = [[(60, 0)], [(1, 900), (40, 100), (1, 2), (7, 7)], [(0, 5), (1, 64)], [(5, 600)]]
+    batches = [make_batch(spec, one, dtype=torch.bfloat16, device="cuda", seed=seed) for seed, one in enumerate(lengths)]
+    usable(backend, batches[0])
+    static = Static(8 if kind == "decode" else 64, 8, 64, 400, batches[0])
+    if kind == "decode":
+        static.metadata = replace(static.metadata, max_query_len=1)
+    module = backend(spec)
+
+    def step() -> None:
+        module.write_kv(static.key, static.value, static.cache, static.metadata.slot_mapping)
+        module.forward(static.query, static.cache, static.out, static.metadata)
+
+    static.load(batches[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for batch in batches:
+        static.load(batch)
+        graph.replay()
+        out, actual = static.out.double().cpu(), batch.num_actual_tokens
+        error = float((out[:actual] - batch.expected[:actual]).norm() / batch.expected[:actual].norm())
+        assert error < TOLERANCE[torch.bfloat16]
+        assert bool((out[actual:] == 0).all())
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_a_call_never_synchronises(backend: type[AttentionBackend]) -> None:
+    spec = make_spec(8, 2, 128)
+    batch = make_batch(spec, BATCHES["mixed"], dtype=torch.bfloat16, device="cuda", padded_rows=2).without_host()
+    usable(backend, batch)
+    module, out = backend(spec), torch.empty_like(batch.query)
+    for attempt in range(2):
+        torch.cuda.synchronize()
+        with no_synchronisation() if attempt else torch.no_grad():  # the first call compiles and loads
+            module.write_kv(batch.key, batch.value, batch.cache, batch.metadata.slot_mapping)
+            module.forward(batch.query, batch.cache, out, batch.metadata)
+    assert bool(out.isfinite().all())
+
+
+def test_reference_with_host_lengths() -> None:
+    batch = make_batch(make_spec(8, 2, 128), BATCHES["mixed"], dtype=torch.bfloat16, device="cuda", padded_rows=2)
+    batch.check(TorchReference(batch.spec), TOLERANCE[torch.bfloat16])
+
+
+def test_changing_counts_compile_nothing() -> None:
+    """Sizes of 1, of multiples of 16 and others share one kernel."""
+    from rung.attention.backends import triton_kernels
+
+    spec = make_spec(8, 2, 64)
+    backend = TritonPaged(spec)
+    device = torch.cuda.current_device()
+
+    def compiled() -> int:
+        return sum(
+            len(kernel.device_caches[device][0]) for kernel in (triton_kernels.paged_attention_kernel, triton_kernels.write_kv_kernel)
+        )
+
+    def run(count: int, padded: int) -> None:
+        batch = make_batch(spec, [(1, 20)] * count, dtype=torch.bfloat16, device="cuda", padded_requests=padded, padded_rows=padded)
+        batch.without_host().check(backend, TOLERANCE[torch.bfloat16])
+
+    run(3, 0)
+    before = compiled()
+    for count, padded in ((1, 0), (2, 14), (16, 0), (17, 4), (32, 32)):
+        run(count, padded)
+    assert compiled() == before
+
+
+def test_selection_names_its_reason() -> None:
+    spec = make_spec(8, 2, 128)
+    backend, reason = select_backend(spec, torch.bfloat16, torch.device("cuda"), 16)
+    wanted = "triton_paged" if FlashAttention3.why_not(spec, torch.bfloat16, torch.device("cuda"), 16) else "flash_attn"
+    assert backend.name == wanted
+    assert reason.startswith(f"{wanted}: first that can serve the layer on cuda")
+
+
+def test_times_beside_the_floor() -> None:
+    """Prints the table; asserts only what would be a blunder."""
+    from bench.attention import decode_shapes, prefill_shapes, table
+
+    rows = table(decode_shapes([1, 8, 64, 256], [128, 1024, 8192], [16]), ["triton_paged"])
+    rows += table(prefill_shapes([1024, 2048, 4096, 8192], [64]), ["triton_paged"])
+    print()
+    print(*rows, sep="\n")
+    assert rows[-1].measured_us < 10 * rows[-1].floor_us

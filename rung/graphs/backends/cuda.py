@@ -12,7 +12,7 @@ import torch
 from rung.compile.bound import BoundStep
 from rung.errors import InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
-from rung.torch_compat_dispatch import end_allocation_to_pool
+from rung.torch_compat import end_allocation_to_pool
 
 _TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by item size; the true type is put back with view(dtype)
 

@@ -11,6 +11,7 @@ from rung.compile.bound import BoundPlan
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatcher, GraphBackend, GraphManager, Shape, StaticBuffer
+from rung.graphs.dispatch import Dispatch as GraphDispatch
 from rung.graphs.dispatch import ResolvedMode
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
@@ -67,7 +68,11 @@ class GraphForward(Forward):
         return self.manager.capture(self.descriptors, lambda descriptor: dummy_context(_as_dispatch(descriptor)), lazy=lazy)
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        choice = self.dispatcher.dispatch(batch_shape(batch))
+        return self.as_dispatch(self.dispatcher.dispatch(batch_shape(batch)))
+
+    @staticmethod
+    def as_dispatch(choice: GraphDispatch) -> Dispatch:
+        """The runner's view of a decision of the dispatcher."""
         return _as_dispatch(choice.descriptor, choice)
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:

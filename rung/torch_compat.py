@@ -11,13 +11,16 @@ import hashlib
 import re
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree  # public only as torch.utils._pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # there is no public name
 
 OpOverload = torch._ops.OpOverload  # one overload of a registered op
 compile_lock = threading.RLock()  # torch's compiler and its configuration are process-wide: one compile at a time
@@ -35,6 +38,7 @@ class Capture:
     shape_env: Any
     traced_code: list[types.CodeType]
     bytecode: types.CodeType  # what Dynamo would run in place of the function
+    side_effects: tuple[str, ...]  # what the bytecode changes beside calling the graph: Dynamo's source expressions
     replay: Callable[[Callable[..., Any]], Callable[..., Any]]  # compiled_fn -> a callable that runs that bytecode around it
 
 
@@ -47,8 +51,10 @@ def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     from torch._dynamo.convert_frame import fullgraph_capture
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
-    constants = dynamo_config.patch(specialize_float=True, automatic_dynamic_shapes=False, assume_static_by_default=True)
-    with compile_lock, constants, torch.no_grad(), get_metrics_context(), dynamo_timed("rung.capture"):
+    settings = dynamo_config.patch(
+        specialize_float=True, automatic_dynamic_shapes=False, assume_static_by_default=True, side_effect_replay_policy="warn"
+    )
+    with compile_lock, settings, torch.no_grad(), get_metrics_context(), dynamo_timed("rung.capture"), _side_effects() as side_effects:
         captured: Any = fullgraph_capture(function, args, kwargs)
     output: Any = captured.graph_capture_output
     if captured.backend_input is None:
@@ -63,8 +69,24 @@ def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         shape_env=captured.backend_input.fake_mode.shape_env,
         traced_code=list(output.traced_code or ()),
         bytecode=output.bytecode,
+        side_effects=tuple(side_effects),
         replay=lambda compiled: captured.forward_callable(compiled_fn=compiled, extra_globals=output.f_globals),
     )
+
+
+@contextlib.contextmanager
+def _side_effects() -> Iterator[list[str]]:
+    """Collect what Dynamo warns of under `side_effect_replay_policy="warn"`; other warnings are given again after the block."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    for warning in caught:
+        text = str(warning.message)
+        if "certain side effects happened" in text:
+            found += re.findall(r"[LG]\['[^,]*", text.rpartition(":")[2].rstrip("]")) or [text]
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 class NoTensorOpsError(Exception):
@@ -410,6 +432,46 @@ def device_factors(device: torch.device) -> dict[str, str]:
     }
 
 
+# --- dispatch, for the recorded graph backend ----------------------------------------------------------------------------------------
+
+
+def tree_leaves(values: Any) -> list[Any]:
+    """The leaves of nested tuples, lists and dicts."""
+    return list(pytree.tree_leaves(values))
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Apply `function` to every tensor of nested tuples, lists and dicts."""
+    return pytree.tree_map_only(torch.Tensor, function, values)
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors share the storage of `tensor`, itself included. Can go when torch shows publicly that memory is free."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # one reference is `storage` itself
+
+
+def is_python_op(function: Any) -> bool:
+    """Whether an OpOverload was defined from Python, so that its kernels are Python too."""
+    return bool(getattr(function, "_defined_in_python", False))
+
+
+def call_cpu_kernel(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Call the CPU kernel of an OpOverload below the Python dispatch key: a dispatch mode then sees what the kernel calls, not the op."""
+    return function.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments, **keywords)
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """Tells generators apart: a dispatch mode is given a new Python object for the same one. Can go when they compare equal."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def end_allocation_to_pool(device: torch.device, handle: tuple[int, int]) -> None:
+    """Take the caching allocator out of capture mode after a capture that could not be ended: until then it refuses `empty_cache` and
+    retries after running out of memory (pytorch/pytorch#190308). Raises when the failed end has done it already."""
+    torch._C._cuda_endAllocateToPool(device.index or 0, handle)
+
+
 # --- health --------------------------------------------------------------------------------------------------------------------------
 
 PROBES = (
@@ -450,8 +512,6 @@ def _exists(name: str) -> bool:
 @contextlib.contextmanager
 def quiet_compiler() -> Iterator[None]:
     """Keep the compiler's deprecation chatter out of a program that turns warnings into errors."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)

@@ -124,6 +124,16 @@ def test_decision_on_the_size_is_never_frozen(cls: type[nn.Module]) -> None:
         assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("cls", [BufferAdd, BranchOnSize])
+def test_dimension_that_nobody_declared_may_be_fixed(cls: type[nn.Module]) -> None:
+    module = cls()
+    for order in ((64, 1, 64), (1, 64, 1)):
+        wrapped = rung.wrap(copy.deepcopy(module))
+        for rows in order:
+            x = torch.randn(rows, 8)
+            assert_same(wrapped(x), module(x))
+
+
 def test_branch_on_the_size_names_the_line() -> None:
     module, _ = both(BranchOnSize())
     with pytest.raises(DynamicShapeError, match=r"test_api.py:\d+ \(return x \+ 1 if x.shape\[0\] > 128"):

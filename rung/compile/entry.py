@@ -49,6 +49,7 @@ class Entry(RuntimeState):
         self.counters = Counters() if counters is None else counters
         self.variants: dict[Signature, Variant] = {}
         self._prepare = prepare  # gives a new variant its graphs
+        self._fixed: set[tuple[str, int]] = set()  # (argument, dim) that nobody declared and that a trace fixed
         self._fast: Callable[..., Any] | None = None
         self._lock = threading.RLock()
         functools.update_wrapper(self, function)
@@ -74,10 +75,17 @@ class Entry(RuntimeState):
             return self.function(*args, **kwargs)
         return self.variant(bound.arguments, found).call(bound.arguments)
 
+    def prepare_call(self, *args: Any, **kwargs: Any) -> tuple[Variant, list[Any]]:
+        """The variant for these arguments and the tensors that its `run` takes, without running it."""
+        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        variant = self.variant(bound.arguments)
+        return variant, variant.inputs(bound.arguments)
+
     def variant(self, locals_: Mapping[str, Any], found: list[Leaf] | None = None) -> Variant:
         """The variant for these bound arguments, compiled or loaded if it is new."""
         found = leaves(locals_) if found is None else found
-        dims = dynamic_dims(self.function, found, self.config.dynamic)
+        dims = self._free(dynamic_dims(self.function, found, self.config.dynamic))
         key = (*signature_of(found, dims), getattr(self.owner, "training", None))
         variant = self.variants.get(key)
         if variant is None:
@@ -98,11 +106,23 @@ class Entry(RuntimeState):
         driver = Driver(self.config, Store(configuration.cache_dir()), self.counters)
         tensors = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
         compiled, report = driver.compile(self.function, locals_, tensors, dims)
+        fixed = {
+            (path.dotted(), dim)
+            for path, spec in compiled.plan.tensors
+            for dim in dims.get(path.dotted(), {})
+            if isinstance(spec.shape[dim], int)
+        }
+        if fixed:
+            self._fixed |= fixed
+            key = (*signature_of(found, self._free(dims)), getattr(self.owner, "training", None))
         variant = Variant(compiled, report, found, getattr(self.owner, "training", False))
         if self._prepare is not None:
             self._prepare(self, variant)
         self.variants[key] = variant
         return variant
+
+    def _free(self, dims: dict[str, dict[int, str]]) -> dict[str, dict[int, str]]:
+        return {name: {dim: symbol for dim, symbol in d.items() if (name, dim) not in self._fixed} for name, d in dims.items()}
 
     def _difference(self, key: Signature) -> str:
         last = next(reversed(self.variants))
@@ -128,6 +148,7 @@ class Entry(RuntimeState):
         """Read the module's tensors again, after parameters were replaced."""
         with self._lock:
             for variant in self.variants.values():
+                variant.release()
                 locals_ = {variant.compiled.plan.inputs[n].local: self.owner for n in variant.compiled.weights}
                 variant.compiled.rebind(locals_)
             self._fast = None
@@ -135,6 +156,8 @@ class Entry(RuntimeState):
     def release(self) -> None:
         """Drop all variants."""
         with self._lock:
+            for variant in self.variants.values():
+                variant.release()
             self.variants.clear()
             self._fast = None
 
@@ -150,4 +173,8 @@ class Entry(RuntimeState):
         return Entry(function, self.config, prepare=self._prepare)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Entry, (self.function, self.config))
+        return (_rebuild, (self.function, self.config, self._prepare))
+
+
+def _rebuild(function: Callable[..., Any], config: CompileConfig, prepare: Callable[[Entry, Variant], None] | None) -> Entry:
+    return Entry(function, config, prepare=prepare)

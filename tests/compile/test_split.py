@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rung.errors import TraceError, UnsupportedModuleError
+from rung.errors import UnsupportedModuleError
 from tests.compile.cases import Block, Stack, assert_same, double, split, uncompiled
 
 Function = Callable[..., Any]
@@ -181,15 +181,6 @@ def test_equal_blocks_share_one_piece() -> None:
     _, graph = split(Stack([Block() for _ in range(8)]).forward, torch.zeros(3, 8))
     assert len([step for step in graph.steps if step.piece is not None]) == 9
     assert len(graph.pieces) == 3  # first, middle, last
-
-
-def rows_by_value(x: torch.Tensor) -> torch.Tensor:
-    return double(x[x[:, 0] > 0])
-
-
-def test_size_that_is_known_only_while_running_is_refused() -> None:
-    with pytest.raises(TraceError, match="hint: "):
-        split(rows_by_value, torch.zeros(3, 4))
 
 
 def constant_in_forward(x: torch.Tensor) -> torch.Tensor:

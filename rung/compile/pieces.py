@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,8 @@ def extract_piece(owner: torch.nn.Module, segment: Segment) -> Piece:
                     copy(used)
             copies[node] = graph.node_copy(node, lambda used: copies[used])
             copies[node].meta = {name: value for name, value in node.meta.items() if name in (*_KEPT_META, "example_value")}
+            if node.stack_trace:  # it ends up in comments of the generated code, which must not depend on where the project lies
+                copies[node].meta["stack_trace"] = re.sub(r'File "[^"]*/([^"/]+)"', r'File "\1"', node.stack_trace)
         return copies[node]
 
     for node in segment.nodes:

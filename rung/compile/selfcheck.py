@@ -46,7 +46,11 @@ def _own(values: Sequence[Any], in_place: bool) -> list[Any]:
 
 
 def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    """A copy of the same strides: generated code relies on them, and `clone` packs a tensor with gaps."""
+    if not isinstance(value, torch.Tensor) or 0 in value.stride():
+        return value
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return copy.copy_(value.detach())
 
 
 def _uninitialised(node: torch.fx.Node) -> bool:

@@ -74,3 +74,10 @@ def test_attribute_excluded_by_the_class() -> None:
             self.cache = cache
 
     assert fingerprint(Excluding(1)) == fingerprint(Excluding(object()))
+
+
+def test_number_of_the_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Net, "factor", 2.0, raising=False)
+    two = of()
+    monkeypatch.setattr(Net, "factor", 3.0)
+    assert of() != two

@@ -81,7 +81,12 @@ class LadderError(UserError, ValueError):
 
 
 class CaptureError(UserError):
-    """A graph could not be captured."""
+    """A graph could not be captured. `size` is the number of rows of the capture, `piece` the step of the plan, where they are known."""
+
+    def __init__(self, message: str, *, hint: str = "", size: int | None = None, piece: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.size = size
+        self.piece = piece
 
 
 class PaddingError(UserError):
@@ -144,3 +149,7 @@ class SamplingParamsError(RequestError):
 
 class KVCacheTooSmallError(UserError):
     """The KV cache cannot hold one request of the maximum length."""
+
+
+class BlockTableError(UserError, RuntimeError):
+    """A plan gives a request more blocks than its block table row holds, or fewer than its tokens need."""

@@ -1,1 +1,36 @@
+"""Ladders, descriptors, dispatch, capture and replay."""
 
+from __future__ import annotations
+
+from rung.graphs.backends import GraphBackend, make_backend
+from rung.graphs.buffers import BufferSpec, StaticBuffer
+from rung.graphs.descriptor import ConfiguredMode, Descriptor, GraphMode, Shape, exact, fits
+from rung.graphs.dispatch import Dispatch, Dispatcher, plan_descriptors, resolve_mode
+from rung.graphs.ladder import Ladder
+from rung.graphs.manager import CaptureReport, GraphManager
+from rung.graphs.outputs import Outputs
+from rung.graphs.padding import check_padding
+from rung.graphs.reasons import Reason
+
+__all__ = [
+    "BufferSpec",
+    "CaptureReport",
+    "ConfiguredMode",
+    "Descriptor",
+    "Dispatch",
+    "Dispatcher",
+    "GraphBackend",
+    "GraphManager",
+    "GraphMode",
+    "Ladder",
+    "Outputs",
+    "Reason",
+    "Shape",
+    "StaticBuffer",
+    "check_padding",
+    "exact",
+    "fits",
+    "make_backend",
+    "plan_descriptors",
+    "resolve_mode",
+]

@@ -1,1 +1,35 @@
+"""The runner: request slots, block tables, inputs, scheduler, sampler, and the engine on top."""
 
+from rung.runner.config import RunnerConfig
+from rung.runner.engine import Completion, Engine, Update
+from rung.runner.executor import Executor, InProcessExecutor
+from rung.runner.forward import Dispatch, EagerForward, Forward
+from rung.runner.model_runner import ModelRunner
+from rung.runner.output import EMPTY_OUTPUT, AsyncOutput, ModelRunnerOutput
+from rung.runner.plan import CachedRequest, NewRequest, StepPlan
+from rung.runner.request import FinishReason, Request
+from rung.runner.sampler import SamplingParams
+from rung.runner.scheduler import Scheduler
+
+__all__ = [
+    "EMPTY_OUTPUT",
+    "AsyncOutput",
+    "CachedRequest",
+    "Completion",
+    "Dispatch",
+    "EagerForward",
+    "Engine",
+    "Executor",
+    "FinishReason",
+    "Forward",
+    "InProcessExecutor",
+    "ModelRunner",
+    "ModelRunnerOutput",
+    "NewRequest",
+    "Request",
+    "RunnerConfig",
+    "SamplingParams",
+    "Scheduler",
+    "StepPlan",
+    "Update",
+]

@@ -1,0 +1,86 @@
+"""What a graph backend owes the manager."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+
+from rung.compile.bound import BoundStep
+
+
+class GraphPool(ABC):
+    """Memory shared by the graphs of one manager, which replays them one at a time.
+
+    Memory that is free when a graph is captured may be used by that graph, so a replay may overwrite everything in the pool but what its
+    own program still needs. The pool stays usable when all its graphs were released."""
+
+    @abstractmethod
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of `tensor` belongs to the pool."""
+
+    @abstractmethod
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor over the same memory that does not keep it from being reused by later captures, for memory of the pool; `tensor` itself,
+        which is then held strongly, for any other. Valid as long as the pool."""
+
+    @abstractmethod
+    def bytes(self) -> int:
+        """Device memory held by the pool."""
+
+    @abstractmethod
+    def poison(self) -> None:
+        """Fill all memory of the pool with bytes of ones (NaN in every floating type). Whatever a replay does not write shows."""
+
+
+class CapturedGraph(ABC):
+    """One recorded piece of work. `replay` repeats it on the caller's current stream with the addresses and host values of the capture."""
+
+    @abstractmethod
+    def replay(self) -> None: ...
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the executable back; replaying afterwards is an error of the caller. Releasing twice is harmless."""
+
+
+class GraphBackend(ABC):
+    """Records work and replays it. Stateless between sessions: pools and graphs carry all state, so one backend may serve many managers.
+
+    The order is: `session` around everything that captures (warm-up runs too), inside it `capture` around each graph, and inside that
+    `call_piece` for compiled pieces, while everything else just runs. Captures do not nest. A capture whose body raises leaves the pool
+    usable, the stream not capturing and the graph released, and the exception passes through."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, device: torch.device) -> str | None:
+        """The reason why the backend cannot serve `device` here, or None when it can."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @abstractmethod
+    def new_pool(self) -> GraphPool:
+        """A pool that the caller owns."""
+
+    @abstractmethod
+    def session(self) -> AbstractContextManager[None]:
+        """Make the capture stream current; work enqueued before is waited for, and work enqueued after waits for the session."""
+
+    @abstractmethod
+    def capture(self, pool: GraphPool, generators: Sequence[torch.Generator] = ()) -> AbstractContextManager[CapturedGraph]:
+        """Record what the body enqueues. The graph may be replayed once the block was left. Random numbers may come from the default
+        generator of the device and from `generators`; each replay advances them."""
+
+    @abstractmethod
+    def call_piece(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
+        """Call a compiled piece inside a capture. The piece may clear `arguments`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for the device."""

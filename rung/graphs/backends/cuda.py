@@ -1,0 +1,184 @@
+"""CUDA graphs through `torch.cuda.CUDAGraph`, all captured on one side stream."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from rung.compile.bound import BoundStep
+from rung.errors import InternalError
+from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
+
+_TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by item size; the true type is put back with view(dtype)
+
+
+class _Span:
+    """Memory at an address, for `torch.as_tensor`; owns nothing."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, item_size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "strides": None if strides is None else tuple(stride * item_size for stride in strides),
+            "typestr": _TYPESTR[item_size],
+            "version": 3,
+        }
+
+
+class CudaPool(GraphPool):
+    """A private pool of the caching allocator. Its handle dies with its last graph, so a tiny graph lives as long as the pool."""
+
+    def __init__(self, backend: CudaBackend) -> None:
+        self._backend = backend
+        self._keepers: list[torch.cuda.CUDAGraph] = []
+        self._handles: list[Any] = []
+        self._segments: list[tuple[int, int]] = []  # (address, bytes)
+        self.renew()
+
+    @property
+    def handle(self) -> Any:
+        """The handle that captures are given."""
+        return self._handles[-1]
+
+    def renew(self) -> None:
+        """Let later captures use a new private pool: after a capture that could not be ended the allocator may refuse the old one."""
+        handle = torch.cuda.graph_pool_handle()
+        keeper = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._backend.device), self._backend.session():
+            anything = torch.zeros(1, device=self._backend.device)
+            keeper.capture_begin(pool=handle, capture_error_mode="thread_local")
+            anything.zero_()  # an empty graph would warn
+            keeper.capture_end()
+        self._anything = anything
+        self._keepers.append(keeper)
+        self._handles.append(handle)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        if tensor.device.type != "cuda" or not address:
+            return False
+        if not self._covers(address):
+            self._refresh()
+        return self._covers(address)
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.element_size() not in _TYPESTR or not self.owns(tensor):
+            return tensor
+        if tensor.is_conj() or tensor.is_neg():
+            return tensor
+        span = _Span(tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size())
+        return torch.as_tensor(span, device=tensor.device).view(tensor.dtype)
+
+    def bytes(self) -> int:
+        self._refresh()
+        return sum(size for _, size in self._segments)
+
+    def poison(self) -> None:
+        self._refresh()
+        for address, size in self._segments:
+            torch.as_tensor(_Span(address, (size,), None, 1), device=self._backend.device).fill_(0xFF)
+
+    def _covers(self, address: int) -> bool:
+        return any(start <= address < start + size for start, size in self._segments)
+
+    def _refresh(self) -> None:
+        handles = [tuple(handle) for handle in self._handles]
+        self._segments = [
+            (segment["address"], segment["total_size"])
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) in handles
+        ]
+
+
+class CudaGraph(CapturedGraph):
+    def __init__(self) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+
+    def replay(self) -> None:
+        if self.graph is None:
+            raise InternalError("a released CUDA graph was replayed")
+        self.graph.replay()
+
+    def release(self) -> None:
+        if self.graph is not None:
+            self.graph.reset()
+            self.graph = None
+
+
+class CudaBackend(GraphBackend):
+    name = "cuda"
+
+    @classmethod
+    def why_not(cls, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"tensors on {device} cannot be captured in CUDA graphs"
+        return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._stream = torch.cuda.Stream(device)
+
+    def new_pool(self) -> CudaPool:
+        return CudaPool(self)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        outer = torch.cuda.current_stream(self.device)
+        if outer == self._stream:
+            yield
+            return
+        gc.collect()  # a finaliser that frees device memory during a capture could invalidate it
+        collects = gc.isenabled()
+        gc.disable()
+        self._stream.wait_stream(outer)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
+            if collects:
+                gc.enable()
+
+    @contextmanager
+    def capture(self, pool: GraphPool, generators: Sequence[torch.Generator] = ()) -> Iterator[CapturedGraph]:
+        assert isinstance(pool, CudaPool)
+        captured = CudaGraph()
+        graph = captured.graph
+        assert graph is not None
+        for generator in generators:
+            graph.register_generator_state(generator)
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        try:
+            yield captured
+        except BaseException:
+            self._abandon(captured, pool)
+            raise
+        try:
+            graph.capture_end()
+        except BaseException:
+            captured.graph = None
+            pool.renew()
+            raise
+
+    def call_piece(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
+        return step.call(arguments)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    @staticmethod
+    def _abandon(captured: CudaGraph, pool: CudaPool) -> None:
+        """End a capture that failed. The error that counts is the one that is already on its way."""
+        assert captured.graph is not None
+        try:
+            captured.graph.capture_end()
+        except Exception:
+            captured.graph = None
+            with suppress(Exception):
+                pool.renew()
+        else:
+            captured.release()

@@ -1,0 +1,223 @@
+"""Graphs without a GPU: calls are recorded at the launch boundary and replayed without the Python code that made them.
+
+A call is an ATen operation, or a whole compiled piece, whose kernels torch cannot see. Host values are frozen, tensors are kept by storage,
+and results land at the addresses of the capture, so what would be stale on CUDA is stale here. Two things differ: a capture executes its
+work once, and memory that eager code reads through numpy or ctypes is invisible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rung.compile.bound import BoundStep
+from rung.errors import CaptureError, InternalError
+from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
+from rung.graphs.backends.recorded_memory import RecordedPool, alias_of, plain_tensors, storage_key
+from rung.torch_compat_dispatch import TorchDispatchMode, call_cpu_kernel, is_python_op
+
+_EMPTY = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"})
+
+
+class Record:
+    """One call with frozen arguments and the place of its fresh results."""
+
+    __slots__ = ("arguments", "call", "keywords", "results")
+
+    def __init__(self, call: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
+        self.call = call
+        self.arguments = arguments
+        self.keywords = keywords
+        self.results: list[tuple[int, torch.Tensor]] = []  # (index among the flat results, alias of the captured result)
+
+    def replay(self) -> None:
+        outputs = self.call(*self.arguments, **self.keywords)
+        if self.results:
+            flat = pytree.tree_leaves(outputs)
+            for index, target in self.results:
+                _land(flat[index], target)
+
+
+class RecordedGraph(CapturedGraph):
+    """Records in order; `index` is its place in the history of the pool."""
+
+    def __init__(self, pool: RecordedPool, index: int) -> None:
+        self._pool = pool
+        self._index = index
+        self._gone: list[int] = []
+        self._written: set[int] = set()
+        self.records: list[Record] = []
+        self.released = False
+
+    def finish(self) -> None:
+        self._gone = self._pool.end_graph(self._index)
+        self._written = self._pool.born_in(self._index)
+        self._pool.written(self._written.difference(self._gone))
+
+    def replay(self) -> None:
+        if self.released:
+            raise InternalError("a released graph was replayed")
+        self._pool.scramble_for(self._index)
+        with plain_tensors(), torch.autocast("cpu", enabled=False):
+            for record in self.records:
+                record.replay()
+        self._pool.written(self._written)
+        self._pool.scramble(self._gone)
+
+    def release(self) -> None:
+        self.released = True
+        self.records = []
+
+
+class _Recorder(TorchDispatchMode):
+    """Executes what is dispatched and writes it down."""
+
+    def __init__(self, pool: RecordedPool, index: int, graph: RecordedGraph, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pool = pool
+        self._index = index
+        self._graph = graph
+        self._generators = (torch.default_generator, *generators)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        if is_python_op(func):
+            with self:
+                return call_cpu_kernel(func, args, keywords)
+        self._check(func, args, keywords)
+        record = Record(func, self._freeze(args), self._freeze(keywords))
+        outputs = func(*args, **keywords)
+        if func._schema.name in _EMPTY and not func._schema.is_mutable:
+            self._pool.add_empty(outputs, self._index)
+        elif torch.Tag.inplace_view not in func.tags and (self._land_results(record, outputs) or func._schema.is_mutable):
+            self._graph.records.append(record)
+        return outputs
+
+    def piece(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
+        """A compiled piece is one call. Runs outside of the mode."""
+        frozen = self._freeze(list(arguments))
+        outputs = list(step.call(arguments))
+        record = Record(_call_piece, (step.call, frozen), {})
+        self._land_results(record, outputs)
+        self._graph.records.append(record)
+        return outputs
+
+    def _check(self, func: Any, args: Any, keywords: dict[str, Any]) -> None:
+        if _waits_for_device(func, args, keywords):
+            raise CaptureError(
+                f"{func._schema.name} reads device values on the host",
+                hint="keep lengths and indices on the device inside a graph, or mark the code with an eager break",
+            )
+        for value in (*args, *keywords.values()):
+            if isinstance(value, torch.Generator) and value not in self._generators:
+                raise CaptureError(
+                    f"{func._schema.name} draws from a generator that is not registered: every replay would draw the same numbers",
+                    hint="pass the generator to the graph manager (generators=[...])",
+                )
+
+    def _freeze(self, values: Any) -> Any:
+        """Tensors as aliases with the metadata of now, everything else as it is. The pool does not count ours as use."""
+        return pytree.tree_map_only(torch.Tensor, self._alias, values)
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._pool.alias(tensor) if self._pool.owns(tensor) else alias_of(tensor)
+
+    def _land_results(self, record: Record, outputs: Any) -> bool:
+        """Note the results with memory of their own. Results inside of an argument are views, or were written in place."""
+        given = {storage_key(value) for value in pytree.tree_leaves((record.arguments, record.keywords)) if isinstance(value, torch.Tensor)}
+        for index, value in enumerate(pytree.tree_leaves(outputs)):
+            if isinstance(value, torch.Tensor) and value.numel() and storage_key(value) not in given:
+                self._pool.add(value, self._index)
+                record.results.append((index, self._alias(value)))
+        return bool(record.results)
+
+
+# The recorder of the running capture. Ambient, because `call_piece` belongs to whatever capture is open in this thread.
+_open: ContextVar[_Recorder | None] = ContextVar("rung_recorder", default=None)
+
+
+class RecordedBackend(GraphBackend):
+    """`scramble=False` leaves freed memory alone; only for measurements."""
+
+    name: ClassVar[str] = "recorded"
+
+    @classmethod
+    def why_not(cls, device: torch.device) -> str | None:
+        return None if device.type == "cpu" else f"it records CPU tensors, not tensors on {device}"
+
+    def __init__(self, device: torch.device, scramble: bool = True) -> None:
+        super().__init__(device)
+        self._scramble = scramble
+
+    def new_pool(self) -> RecordedPool:
+        return RecordedPool(self._scramble)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def capture(self, pool: GraphPool, generators: Sequence[torch.Generator] = ()) -> Iterator[CapturedGraph]:
+        assert isinstance(pool, RecordedPool)
+        if _open.get() is not None:
+            raise InternalError("a capture was begun inside of a capture")
+        index = pool.begin_graph()
+        graph = RecordedGraph(pool, index)
+        recorder = _Recorder(pool, index, graph, generators)
+        token = _open.set(recorder)
+        try:
+            with recorder:
+                yield graph
+        except BaseException:
+            graph.release()
+            pool.drop_graph(index)
+            raise
+        finally:
+            _open.reset(token)
+        graph.finish()
+
+    def call_piece(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
+        recorder = _open.get()
+        if recorder is None:
+            raise InternalError(f"{step.name} was called outside of a capture")
+        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            return recorder.piece(step, arguments)
+        finally:
+            recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        return None
+
+
+def _call_piece(call: Callable[[list[Any]], Sequence[Any]], arguments: Sequence[Any]) -> list[Any]:
+    return list(call(list(arguments)))
+
+
+def _land(fresh: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a result to the address of the capture: the whole storage when it has the same size, which keeps overlapping strides intact."""
+    source, place = fresh.untyped_storage(), target.untyped_storage()
+    if source.data_ptr() == place.data_ptr():
+        return
+    if source.nbytes() == place.nbytes() and fresh.stride() == target.stride() and fresh.storage_offset() == target.storage_offset():
+        place.copy_(source)
+    else:
+        target.copy_(fresh)
+
+
+def _waits_for_device(func: Any, args: Any, keywords: dict[str, Any]) -> bool:
+    """Whether the same call on CUDA would have to copy values to the host."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    name = func._schema.name
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        masked = any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        return masked and (name == "aten::index" or args[2].numel() != 1)
+    if name == "aten::repeat_interleave":
+        return keywords.get("output_size") is None and (len(args) < 3 or args[2] is None) and isinstance(args[0], torch.Tensor)
+    return torch.Tag.dynamic_output_shape in func.tags

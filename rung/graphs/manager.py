@@ -1,0 +1,252 @@
+"""Owns the graphs of one plan: captures them, replays them, counts why each step ran as it did."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from rung.compile.bound import BoundPlan, BoundStep
+from rung.counters import Count, Counters
+from rung.errors import CaptureError
+from rung.graphs.backends.base import GraphBackend, GraphPool
+from rung.graphs.buffers import StaticBuffer
+from rung.graphs.capture import capture_program, warm_up
+from rung.graphs.descriptor import Descriptor, GraphMode
+from rung.graphs.dispatch import Dispatch, capture_order
+from rung.graphs.guard import AddressGuard, NamedTensors
+from rung.graphs.outputs import Outputs
+from rung.graphs.program import ReplayProgram
+from rung.graphs.reasons import Reason
+
+Prepare = Callable[[Descriptor], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureEntry:
+    """One descriptor's cost. `pool_bytes` is what the pool grew by, `launches` the graphs of one replay."""
+
+    descriptor: Descriptor
+    seconds: float
+    pool_bytes: int
+    launches: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What a call of `capture` did, in capture order."""
+
+    entries: tuple[CaptureEntry, ...]
+    failures: tuple[CaptureError, ...]
+    seconds: float
+    pool_bytes: int  # held by the pool now, over all captures so far
+
+
+@dataclass(slots=True)
+class _Pending:
+    prepare: Prepare
+    descriptors: set[Descriptor] = field(default_factory=set)
+
+
+def _nothing_to_prepare(descriptor: Descriptor) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+class GraphManager:
+    """The graphs of one plan over one set of static inputs, in one pool.
+
+    `inputs` are the plan's inputs in order: static buffers, or values that never change. The caller writes into the buffers and then calls
+    `run`. `prepare(descriptor)` is entered around each warm-up and each capture: it sets the forward context with harmless metadata for
+    that size and must leave what it changes as it was. `parameters` lists what graphs read besides their inputs, for the address check.
+
+    Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream."""
+
+    def __init__(
+        self,
+        plan: BoundPlan,
+        backend: GraphBackend,
+        *,
+        inputs: Sequence[Any],
+        dim: str = "tokens",
+        counters: Counters | None = None,
+        generators: Sequence[torch.Generator] = (),
+        parameters: NamedTensors | None = None,
+    ) -> None:
+        self.plan = plan
+        self.backend = backend
+        self.inputs = tuple(inputs)
+        self.dim = dim
+        self.counters = counters if counters is not None else Counters()
+        self.failed: set[Descriptor] = set()  # descriptors whose capture failed; a Dispatcher may share this set
+        self.generation = 0  # steps run so far; outputs of an older one are stale
+        self._generators = tuple(generators)
+        self._guard = AddressGuard(parameters) if parameters is not None else None
+        self._pool: GraphPool | None = None
+        self._programs: dict[Descriptor, ReplayProgram] = {}
+        self._pending: _Pending | None = None
+        self._lock = threading.RLock()
+
+    # --- capture ---
+
+    def capture(
+        self,
+        descriptors: Iterable[Descriptor],
+        prepare: Prepare = _nothing_to_prepare,
+        *,
+        order: Literal["largest_first", "given"] = "largest_first",
+        lazy: bool = False,
+        on_failure: Literal["raise", "skip"] = "raise",
+    ) -> CaptureReport:
+        """Capture each descriptor that has no graph yet. `lazy` puts it off to the first `run` of each.
+
+        A failure does not end the ladder: the rest is captured, then the first `CaptureError` is raised, or all are returned in the report
+        when `on_failure` is "skip". Either way the descriptors that failed stand in `failed`."""
+        with self._lock:
+            wanted = [d for d in descriptors if d.mode is not GraphMode.NONE and d not in self._programs]
+            if lazy:
+                self._pending = self._pending or _Pending(prepare)
+                self._pending.prepare = prepare
+                self._pending.descriptors.update(wanted)
+                return CaptureReport((), (), 0.0, self.pool_bytes)
+            return self._capture_all(capture_order(wanted) if order == "largest_first" else wanted, prepare, on_failure)
+
+    def _capture_all(self, descriptors: Sequence[Descriptor], prepare: Prepare, on_failure: str) -> CaptureReport:
+        started = time.perf_counter()
+        entries: list[CaptureEntry] = []
+        failures: list[CaptureError] = []
+        self.generation += 1  # captures overwrite what replays left in the pool
+        if self._pool is None:
+            self._pool = self.backend.new_pool()
+        with self.backend.session(), torch.no_grad():
+            for descriptor in descriptors:
+                try:
+                    entries.append(self._capture_one(descriptor, self._pool, prepare))
+                except CaptureError as error:
+                    self.failed.add(descriptor)
+                    failures.append(error)
+        self.backend.synchronize()
+        report = CaptureReport(tuple(entries), tuple(failures), time.perf_counter() - started, self.pool_bytes)
+        if failures and on_failure == "raise":
+            if len(failures) > 1:
+                failures[0].add_note(f"{len(failures) - 1} more captures failed, sizes {[error.size for error in failures[1:]]}")
+            raise failures[0]
+        return report
+
+    def _capture_one(self, descriptor: Descriptor, pool: GraphPool, prepare: Prepare) -> CaptureEntry:
+        started, bytes_before = time.perf_counter(), pool.bytes()
+        inputs = self._views(descriptor)
+        with prepare(descriptor):
+            warm_up(self.plan, descriptor, inputs)
+        if self._guard is not None:
+            self._guard.snapshot()
+        with prepare(descriptor):
+            program = capture_program(self.plan, self.backend, pool, descriptor, inputs, self._generators)
+        self._programs[descriptor] = program
+        self.failed.discard(descriptor)
+        self.counters.add(Count.CAPTURES)
+        return CaptureEntry(descriptor, time.perf_counter() - started, pool.bytes() - bytes_before, program.launches)
+
+    # --- run ---
+
+    def run(self, step: Dispatch | Descriptor) -> Outputs:
+        """Run one step over what the buffers hold: replay the descriptor's graphs, or the plan itself at exact sizes for mode NONE.
+
+        Raises `CaptureError` when the descriptor was neither captured nor planned lazily, `AddressChangedError` when inputs moved."""
+        dispatch = step if isinstance(step, Dispatch) else Dispatch(step, Reason.BEST)
+        descriptor = dispatch.descriptor
+        with self._lock:
+            if descriptor.mode is GraphMode.NONE:
+                self.count_step(dispatch)
+                return Outputs(self.plan.run_steps(self._views(descriptor), _eager), self.generation, None)
+            program = self._programs.get(descriptor) or self._capture_now(descriptor)
+            self.count_step(dispatch)
+            self.generation += 1
+            program.replay()
+            self.counters.add(Count.REPLAYS)
+            return Outputs(program.outputs, self.generation, self._current_generation)
+
+    def count_step(self, dispatch: Dispatch) -> None:
+        """Count a step under `step.<mode>.<reason>`; for callers that run a step without the manager."""
+        self.counters.add(f"step.{dispatch.descriptor.mode}.{dispatch.reason}")
+
+    def can_replay(self, descriptor: Descriptor) -> bool:
+        """Whether `run` would replay without capturing first."""
+        return descriptor in self._programs
+
+    @property
+    def captured(self) -> tuple[Descriptor, ...]:
+        return capture_order(self._programs)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self._pool.bytes() if self._pool is not None else 0
+
+    def program(self, descriptor: Descriptor) -> ReplayProgram:
+        """The captured program, for inspection. Raises `KeyError` when there is none."""
+        return self._programs[descriptor]
+
+    # --- life ---
+
+    def weights_changed(self) -> None:
+        """Check every parameter's address against the capture. Raises `AddressChangedError`; values written in place are fine."""
+        if self._guard is not None:
+            self._guard.check()
+
+    def poison(self, generator: torch.Generator | None = None) -> None:
+        """Fill all static buffers and all memory of the pool with what must not matter. For tests: call it before writing inputs."""
+        with self._lock:
+            self.generation += 1
+            for buffer in self._buffers():
+                buffer.poison(generator)
+            if self._pool is not None:
+                self._pool.poison()
+
+    def release(self) -> None:
+        """Free all graphs and the pool; the manager can capture again afterwards."""
+        with self._lock:
+            self.generation += 1
+            for program in self._programs.values():
+                program.release()
+            self._programs.clear()
+            self._pending = None
+            self._pool = None
+            if self._guard is not None:
+                self._guard.forget()
+
+    # --- inside ---
+
+    def _capture_now(self, descriptor: Descriptor) -> ReplayProgram:
+        """Capture a lazily planned descriptor. The step's inputs lie in the buffers already and are put back afterwards."""
+        if self._pending is None or descriptor not in self._pending.descriptors or descriptor in self.failed:
+            raise CaptureError(
+                f"no graph was captured for ({descriptor})",
+                hint="dispatch among the descriptors that were captured, and respect `manager.failed`",
+                size=descriptor.num_tokens,
+            )
+        saved = [buffer.view(buffer.capacity).clone() for buffer in self._buffers()]
+        try:
+            self._capture_all([descriptor], self._pending.prepare, "raise")
+        finally:
+            self._pending.descriptors.discard(descriptor)
+            for buffer, values in zip(self._buffers(), saved, strict=True):
+                buffer.view(buffer.capacity).copy_(values)
+        return self._programs[descriptor]
+
+    def _views(self, descriptor: Descriptor) -> list[Any]:
+        sizes = descriptor.sizes(self.dim)
+        return [value.view(sizes) if isinstance(value, StaticBuffer) else value for value in self.inputs]
+
+    def _buffers(self) -> list[StaticBuffer]:
+        return [value for value in self.inputs if isinstance(value, StaticBuffer)]
+
+    def _current_generation(self) -> int:
+        return self.generation
+
+
+def _eager(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
+    return step.call(arguments)

@@ -1,0 +1,66 @@
+"""What a replay hands out: tensors that the next replay overwrites, so every way to read them says how long it may last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rung.errors import InputMismatchError, StaleOutputError
+
+RowDims = Sequence[int | None]  # for each output the dimension that counts rows, None when it has none
+
+
+class Outputs:
+    """The flat outputs of one step. The manager owns the memory until the next step of the same manager.
+
+    `borrow()` gives the captured tensors themselves and raises `StaleOutputError` once a later step overwrote them; what was taken before
+    cannot be taken back, so a borrower drops its tensors before it runs the next step. `clone()` and `into()` copy."""
+
+    __slots__ = ("_current", "_flat", "_generation")
+
+    def __init__(self, flat: Sequence[Any], generation: int, current: Callable[[], int] | None) -> None:
+        self._flat = flat
+        self._generation = generation
+        self._current = current  # None: the step ran without a graph, its outputs are nobody else's
+
+    @property
+    def is_stale(self) -> bool:
+        return self._current is not None and self._current() != self._generation
+
+    def borrow(self) -> list[Any]:
+        """The flat outputs (tensors and ints), not copied."""
+        if self.is_stale:
+            raise StaleOutputError(
+                f"these outputs belong to step {self._generation}, a later step has overwritten them",
+                hint="read them before the next step, or take them with clone() or into()",
+            )
+        return list(self._flat)
+
+    def clone(self, rows: int | None = None, dims: RowDims | None = None) -> list[Any]:
+        """Copies that are the caller's, cut to `rows` along `dims` when given. Outputs that share memory get copies that do not."""
+        return [value.clone() if isinstance(value, torch.Tensor) else value for value in self.cut(rows, dims)]
+
+    def into(self, targets: Sequence[torch.Tensor | None], rows: int | None = None, dims: RowDims | None = None) -> None:
+        """Copy into the caller's tensors, in order; None skips an output."""
+        flat = self.cut(rows, dims)
+        if len(targets) != len(flat):
+            raise InputMismatchError(
+                f"{len(targets)} targets were given for {len(flat)} outputs", hint="give one target, or None, an output"
+            )
+        for index, (target, value) in enumerate(zip(targets, flat, strict=True)):
+            if target is None:
+                continue
+            if not isinstance(value, torch.Tensor) or target.shape != value.shape:
+                came = list(target.shape)
+                raise InputMismatchError(f"target {index} has shape {came}, the output is {list(getattr(value, 'shape', []))}")
+            target.copy_(value)
+
+    def cut(self, rows: int | None, dims: RowDims | None = None) -> list[Any]:
+        """Borrowed outputs without their padded rows; without `dims` dimension 0 of every tensor counts rows."""
+        flat = self.borrow()
+        if rows is None:
+            return flat
+        along = [0 if isinstance(value, torch.Tensor) and value.dim() else None for value in flat] if dims is None else dims
+        return [value if dim is None else value.narrow(dim, 0, min(rows, value.shape[dim])) for value, dim in zip(flat, along, strict=True)]

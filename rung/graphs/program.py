@@ -1,0 +1,91 @@
+"""A captured step as a flat list of actions: graph launches and the breaks between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rung.compile.bound import BoundStep
+from rung.errors import CaptureError
+from rung.graphs.backends.base import CapturedGraph
+from rung.graphs.descriptor import Descriptor
+
+
+class GraphLaunch:
+    """Replays one graph."""
+
+    __slots__ = ("graph", "name", "run")
+
+    def __init__(self, name: str, graph: CapturedGraph) -> None:
+        self.name = name
+        self.graph = graph
+        self.run = graph.replay
+
+
+class PreboundBreak:
+    """Calls a break with the arguments of the capture. Later graphs read its outputs where the capture put them, so fresh ones are copied
+    there; an output that lies there already (an out-argument, a buffer of the break's own) is left alone."""
+
+    __slots__ = ("_arguments", "_call", "_outputs", "name")
+
+    def __init__(self, step: BoundStep, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
+        self.name = step.name
+        self._call = step.call
+        self._arguments = tuple(arguments)
+        self._outputs = tuple(outputs)
+
+    def run(self) -> None:
+        fresh = self._call(list(self._arguments))
+        if not self._outputs and not fresh:
+            return
+        if len(fresh) != len(self._outputs):
+            self._refuse(f"{len(self._outputs)} outputs", f"{len(fresh)}")
+        for index, (old, new) in enumerate(zip(self._outputs, fresh, strict=True)):
+            if not isinstance(old, torch.Tensor):
+                if new != old:
+                    self._refuse(f"the value {old!r} as output {index}", repr(new))
+            elif not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
+                self._refuse(f"{old.dtype} {list(old.shape)} as output {index}", _describe(new))
+            elif new.data_ptr() != old.data_ptr() or new.stride() != old.stride():
+                old.copy_(new)
+
+    def _refuse(self, expected: str, came: str) -> None:
+        raise CaptureError(
+            f"break {self.name!r} returned {expected} when it was captured, now {came}: the graphs behind it would read stale data",
+            hint="a break must return the same number, shapes and host values in every step of one size; use an out-argument",
+            piece=self.name,
+        )
+
+
+class ReplayProgram:
+    """One descriptor's actions and where its outputs land. Holds strongly what the graphs read outside of their pool, so that a
+    replay never reads freed memory. Not thread-safe: the manager's lock covers it."""
+
+    def __init__(self, descriptor: Descriptor, actions: Sequence[GraphLaunch | PreboundBreak], outputs: Sequence[Any], keep: Sequence[Any]):
+        self.descriptor = descriptor
+        self.actions = tuple(actions)
+        self.outputs = tuple(outputs)
+        self._keep = tuple(keep)
+        self._runs = tuple(action.run for action in self.actions)
+
+    @property
+    def launches(self) -> int:
+        """Graph launches of one replay."""
+        return sum(isinstance(action, GraphLaunch) for action in self.actions)
+
+    def replay(self) -> None:
+        for run in self._runs:
+            run()
+
+    def release(self) -> None:
+        """Free the graphs; the program cannot be replayed any more."""
+        for action in self.actions:
+            if isinstance(action, GraphLaunch):
+                action.graph.release()
+        self.actions = self.outputs = self._keep = self._runs = ()
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

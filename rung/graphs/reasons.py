@@ -1,0 +1,46 @@
+"""Why a step ran in its mode: a closed list, each with the sentence that is shown to the user."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Counted as `step.<mode>.<reason>`."""
+
+    BEST = "best"
+    GRAPHS_OFF = "graphs_off"
+    MIXED_BATCH = "mixed_batch"
+    QUERY_LENGTH = "query_length"
+    TOO_MANY_TOKENS = "too_many_tokens"
+    TOO_MANY_REQUESTS = "too_many_requests"
+    OTHER_DIMENSION = "other_dimension"
+    BACKEND_LIMIT = "backend_limit"
+    ADAPTERS = "adapters"
+    VARIANT = "variant"
+    FORCED = "forced"
+    EMPTY = "empty"
+    CAPTURE_FAILED = "capture_failed"
+    NOT_CAPTURED = "not_captured"
+
+    @property
+    def sentence(self) -> str:
+        return _SENTENCES[self]
+
+
+_SENTENCES: dict[Reason, str] = {
+    Reason.BEST: "the best configured mode ran",
+    Reason.GRAPHS_OFF: "graphs are switched off by the configuration",
+    Reason.MIXED_BATCH: "full graphs exist for uniform batches only, and this batch mixes query lengths",
+    Reason.QUERY_LENGTH: "no full graph was planned for this query length",
+    Reason.TOO_MANY_TOKENS: "the step has more tokens than the largest captured size",
+    Reason.TOO_MANY_REQUESTS: "the step has more requests than any full graph holds",
+    Reason.OTHER_DIMENSION: "another named dimension is larger than any captured size",
+    Reason.BACKEND_LIMIT: "the attention backend cannot run this batch inside a captured graph",
+    Reason.ADAPTERS: "no graph was captured for this number of adapters",
+    Reason.VARIANT: "no graph was captured for this variant",
+    Reason.FORCED: "the caller asked for a slower mode",
+    Reason.EMPTY: "the step has no tokens",
+    Reason.CAPTURE_FAILED: "the capture of the fitting graph failed",
+    Reason.NOT_CAPTURED: "the configuration plans no graph for this kind of batch",
+}

@@ -1,0 +1,95 @@
+"""The host's view of one step: which requests, in which order, from which slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rung.runner.slots import RequestSlots
+
+DECODE_QUERY_LEN = 1  # tokens of a decode; 1 + drafts once there is speculation
+
+
+def batch_order(num_scheduled_tokens: Mapping[str, int]) -> list[str]:
+    """Decodes first, then by token count, ties in the plan's order: attention backends expect decode-like rows at the front."""
+    return sorted(num_scheduled_tokens, key=lambda r: (num_scheduled_tokens[r] != DECODE_QUERY_LEN, num_scheduled_tokens[r]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One step's batch; arrays have one entry for each request, in batch order. A dummy batch has slots -1."""
+
+    request_ids: tuple[str, ...]
+    idx_mapping: npt.NDArray[np.int64]  # slots
+    query_lens: npt.NDArray[np.int32]
+    query_start_loc: npt.NDArray[np.int32]  # [num_requests + 1]
+    seq_lens: npt.NDArray[np.int32]  # computed and scheduled tokens
+    has_prefill: bool  # some row's token is not the last sampled one
+    uniform_query_len: int | None  # tokens of every request, when the batch may run as a decode graph
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start_loc[-1])
+
+    @property
+    def max_query_len(self) -> int:
+        return int(self.query_lens.max())
+
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.seq_lens.max())
+
+
+def gather_batch(num_scheduled_tokens: Mapping[str, int], slots: RequestSlots) -> Batch:
+    """The batch of a plan whose changes have been applied to `slots`."""
+    request_ids = batch_order(num_scheduled_tokens)
+    idx_mapping = np.fromiter((slots.slot_of[r] for r in request_ids), np.int64, len(request_ids))
+    query_lens = np.fromiter((num_scheduled_tokens[r] for r in request_ids), np.int32, len(request_ids))
+    computed = slots.num_computed_tokens_np[idx_mapping]
+    prefilling = computed < slots.prefill_len_np[idx_mapping]
+    # One more token over an existing context is a decode to the kernels, wherever the token comes from.
+    decodes = ~prefilling | ((query_lens == DECODE_QUERY_LEN) & (computed > 0))
+    return _batch(tuple(request_ids), idx_mapping, query_lens, computed, bool(prefilling.any()), bool(decodes.all()))
+
+
+def dummy_batch(query_lens: npt.NDArray[np.int32], *, decode: bool = False) -> Batch:
+    """A batch that belongs to no request: it reads no slot, writes no KV cache and advances nothing."""
+    ids = tuple(f"dummy-{i}" for i in range(len(query_lens)))
+    return _batch(ids, np.full(len(query_lens), -1, np.int64), query_lens, np.zeros_like(query_lens), not decode, decode)
+
+
+def dummy_query_lens(num_tokens: int, num_requests: int, max_model_len: int) -> npt.NDArray[np.int32]:
+    """Few long requests that together have `num_tokens` tokens, or as many as `num_requests` of the maximum length can have."""
+    total = min(num_tokens, num_requests * max_model_len)
+    lens = np.full(-(-total // max_model_len), max_model_len, np.int32)
+    lens[-1] = total - max_model_len * (len(lens) - 1)
+    return lens
+
+
+def _batch(
+    request_ids: tuple[str, ...],
+    idx_mapping: npt.NDArray[np.int64],
+    query_lens: npt.NDArray[np.int32],
+    computed: npt.NDArray[np.int32],
+    has_prefill: bool,
+    decodes: bool,
+) -> Batch:
+    query_start_loc = np.zeros(len(query_lens) + 1, np.int32)
+    np.cumsum(query_lens, out=query_start_loc[1:])
+    uniform = decodes and bool((query_lens == query_lens[0]).all())
+    return Batch(
+        request_ids=request_ids,
+        idx_mapping=idx_mapping,
+        query_lens=query_lens,
+        query_start_loc=query_start_loc,
+        seq_lens=computed + query_lens,
+        has_prefill=has_prefill,
+        uniform_query_len=int(query_lens[0]) if uniform else None,
+    )

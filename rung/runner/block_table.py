@@ -1,0 +1,74 @@
+"""Block tables: which KV-cache blocks each request owns, by slot and in batch order."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rung.errors import BlockTableError
+from rung.runner.ops.base import StepOps
+from rung.runner.staging import StagedWrites
+from rung.runner.transfer import HostToDevice
+
+
+class BlockTable:
+    """The block table of one KV-cache group.
+
+    Two persistent tensors: by slot, written by staged writes, and in batch order, gathered each step. The block count of a request lies in
+    front of its row, so that blocks and count travel in one staged write."""
+
+    def __init__(
+        self, max_num_requests: int, max_blocks: int, max_num_tokens: int, block_size: int, transfer: HostToDevice, ops: StepOps
+    ) -> None:
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.num_blocks_np = np.zeros(max_num_requests, np.int32)
+        device = transfer.device
+        self._by_slot = torch.zeros(max_num_requests, 1 + max_blocks, dtype=torch.int32, device=device)
+        self.batch = torch.zeros(max_num_requests, max_blocks, dtype=torch.int32, device=device)
+        self.slot_mapping = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
+        self._staged = StagedWrites(self._by_slot, transfer, ops)
+        self._ops = ops
+        self._dirty_rows = 0  # rows of `batch` that may not be zero
+
+    @property
+    def table(self) -> torch.Tensor:  # int32 [R, B]
+        return self._by_slot[:, 1:]
+
+    @property
+    def num_blocks(self) -> torch.Tensor:  # int32 [R]
+        return self._by_slot[:, 0]
+
+    def check(self, slot: int | None, num_new_blocks: int, replace: bool) -> None:
+        """Raise `BlockTableError` when the row of a request could not take so many more blocks."""
+        held = 0 if replace or slot is None else int(self.num_blocks_np[slot])
+        if held + num_new_blocks > self.max_blocks:
+            raise BlockTableError(
+                f"a block table row holds {self.max_blocks} blocks, the request has {held} and the plan adds {num_new_blocks}",
+                hint="raise max_model_len, or give the request fewer blocks",
+            )
+
+    def write(self, slot: int, block_ids: tuple[int, ...], replace: bool) -> None:
+        """Append blocks to the row of a slot, or replace what it holds."""
+        self.check(slot, len(block_ids), replace)
+        held = 0 if replace else int(self.num_blocks_np[slot])
+        self.num_blocks_np[slot] = held + len(block_ids)
+        self._staged.stage(slot, 0, [held + len(block_ids)])
+        self._staged.stage(slot, 1 + held, block_ids)
+
+    def apply_staged_writes(self) -> None:
+        self._staged.apply()
+
+    def gather(self, idx_mapping: torch.Tensor, num_requests_padded: int) -> torch.Tensor:
+        """The rows of the batch, int32 [num_requests_padded, B]: padded rows, and rows that an earlier batch wrote, are zero."""
+        rows = max(num_requests_padded, self._dirty_rows)
+        self._ops.gather_block_table(idx_mapping, self.table, self.num_blocks, self.batch, rows)
+        self._dirty_rows = num_requests_padded
+        return self.batch[:num_requests_padded]
+
+    def map_slots(
+        self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, positions: torch.Tensor, num_tokens_padded: int
+    ) -> torch.Tensor:
+        """The slot mapping, int64 [num_tokens_padded]; the whole buffer behind the true tokens is -1."""
+        self._ops.slot_mapping(idx_mapping, query_start_loc, positions, self.table, self.block_size, self.slot_mapping, num_tokens_padded)
+        return self.slot_mapping[:num_tokens_padded]

@@ -1,0 +1,57 @@
+"""The sizes and choices of a model runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rung.errors import ConfigError
+
+Mode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """Validated when built. The KV cache is sized by `num_blocks`, else by `kv_cache_bytes`, else by `memory_fraction`."""
+
+    max_num_requests: int = 64  # request slots
+    max_num_tokens: int = 2048  # token budget of a step, and the rows of the input buffers
+    max_model_len: int = 2048  # tokens of one request, prompt and output together
+    block_size: int = 16  # tokens of a KV-cache block
+    num_blocks: int | None = None  # KV-cache blocks, the null block included
+    kv_cache_bytes: int | None = None  # budget for the KV cache of all layers
+    memory_fraction: float = 0.9  # part of the device's free memory that the KV cache may take
+    long_prefill_chunk: int | None = None  # at most this many prompt tokens of one request in a step; None: the whole budget
+    steps_in_flight: int = 2  # steps enqueued before the oldest one's tokens are read
+    graphs: Mode = "none"
+    attention_backend: str = "auto"
+    eager: bool = False  # run the model uncompiled
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_requests", "max_num_tokens", "max_model_len", "block_size", "steps_in_flight"):
+            _at_least(name, getattr(self, name), 1)
+        if self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2 (one prompt token and one output token), got {self.max_model_len}")
+        for name, least in (("num_blocks", 2), ("kv_cache_bytes", 1), ("long_prefill_chunk", 1)):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), least)
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}", hint="0.9 leaves a tenth for activations")
+        if self.max_num_tokens < self.max_num_requests:
+            raise ConfigError(
+                f"max_num_tokens ({self.max_num_tokens}) is smaller than max_num_requests ({self.max_num_requests})",
+                hint="a decode step needs one token for each request: raise max_num_tokens",
+            )
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def prefill_chunk(self) -> int:
+        return min(self.long_prefill_chunk or self.max_num_tokens, self.max_num_tokens)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")

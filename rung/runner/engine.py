@@ -1,0 +1,208 @@
+"""The engine: prompts in, text out, all requests in one continuous batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from rung.errors import InternalError, RequestError
+from rung.runner.admission import Admission, Prompt
+from rung.runner.executor.base import Executor
+from rung.runner.output import ModelRunnerOutput
+from rung.runner.request import FinishReason, Request
+from rung.runner.sampler.params import SamplingParams
+from rung.runner.scheduler import Scheduler
+from rung.runner.text import Detokenizer, StopText, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A finished request. `text` is empty without a tokenizer; a stop token is in `token_ids` but not in `text`."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one step added to one request. `completion` is set with the last one."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    completion: Completion | None = None
+
+
+@dataclass(slots=True)
+class _Output:
+    """A request on its way to text."""
+
+    request: Request
+    detokenizer: Detokenizer | None
+    stop_text: StopText
+    parts: list[str] = field(default_factory=list)
+
+
+class Engine:
+    """Adds requests, steps, and hands out text. Not thread-safe.
+
+    A step enqueues the next plan before it waits for the tokens of the oldest one in flight. Bad input raises before anything of the call
+    is scheduled, and leaves other requests as they are."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.num_steps = 0
+        self._tokenizer = tokenizer
+        stops = frozenset(stop_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
+        self._admission = Admission(scheduler.config.max_model_len, vocab_size, tokenizer, stops)
+        self._outputs: dict[str, _Output] = {}
+        self._in_flight: deque[Future[ModelRunnerOutput | None]] = deque()
+        self._undelivered: list[Update] = []  # came while somebody else was stepping
+        self._ids = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to hand out."""
+        return bool(self.scheduler.has_work or self._in_flight or self._undelivered)
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> str:
+        """Queue one request and return its id. Raises `RequestError`."""
+        return self._add([(request_id, prompt, params or SamplingParams())])[0]
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request; its completion comes with the next `step`. Unknown and finished ids are ignored."""
+        output = self._outputs.get(request_id)
+        if output is not None:
+            self.scheduler.finish(request_id, FinishReason.ABORT)
+            self._undelivered.append(self._update(output, ()))
+
+    def step(self) -> list[Update]:
+        """Enqueue the next plan, and take the oldest result when enough are in flight or nothing could be enqueued."""
+        enqueued = len(self._in_flight) < self.scheduler.config.steps_in_flight and self._enqueue()
+        updates, self._undelivered = self._undelivered, []
+        if self._in_flight and (not enqueued or len(self._in_flight) >= self.scheduler.config.steps_in_flight):
+            output = self._in_flight.popleft().result()
+            assert output is not None
+            updates += self._take(output)
+        elif not enqueued and not updates and self.scheduler.has_unfinished:
+            raise InternalError("requests are unfinished, but nothing could be scheduled and nothing is in flight")
+        return updates
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, Update]]:
+        """Run all prompts together; yields (index of the prompt, update) as tokens come. Raises `RequestError` here and now, before
+        anything is scheduled. Closing the iterator cancels what is unfinished."""
+        ids = self._add([(None, prompt, one) for prompt, one in zip(prompts, _spread(params, len(prompts)), strict=True)])
+        return self._stream({request_id: index for index, request_id in enumerate(ids)})
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Completion]:
+        """Run all prompts together to their end."""
+        completions = {index: update.completion for index, update in self.stream(prompts, params) if update.completion is not None}
+        return [completions[index] for index in range(len(prompts))]
+
+    def _stream(self, open_requests: dict[str, int]) -> Iterator[tuple[int, Update]]:
+        mine = dict(open_requests)
+        try:
+            while open_requests:
+                updates = self.step()
+                self._undelivered += [update for update in updates if update.request_id not in mine]
+                for update in updates:
+                    if update.request_id in mine:
+                        if update.completion is not None:
+                            del open_requests[update.request_id]
+                        yield mine[update.request_id], update
+            self._flush()
+        finally:
+            for request_id in open_requests:
+                self.abort(request_id)
+            self._undelivered = [update for update in self._undelivered if update.request_id not in mine]
+
+    def _flush(self) -> None:
+        """Read what is in flight and free the slots, when nobody else has requests."""
+        while not self._outputs and (self.scheduler.has_work or self._in_flight):
+            self._undelivered += self.step()
+
+    def _add(self, wanted: Sequence[tuple[str | None, Prompt, SamplingParams]]) -> list[str]:
+        requests: dict[str, Request] = {}
+        for given, prompt, params in wanted:
+            request_id = f"request-{next(self._ids)}" if given is None else given
+            if request_id in requests or request_id in self._outputs:
+                raise RequestError(f"request id {request_id!r} is in use", hint="give every unfinished request its own id")
+            requests[request_id] = self._admission.admit(request_id, prompt, params)
+        for request_id, request in requests.items():
+            self.scheduler.add(request)
+            detokenizer = self._tokenizer.detokenizer() if self._tokenizer else None
+            self._outputs[request_id] = _Output(request, detokenizer, StopText(request.sampling.stop))
+        return list(requests)
+
+    def _enqueue(self) -> bool:
+        """Enqueue the next plan; whether it had tokens."""
+        if not self.scheduler.has_work:
+            return False
+        plan = self.scheduler.schedule()
+        if not (plan.num_scheduled_tokens or plan.finished_request_ids or plan.preempted_request_ids):
+            return False
+        if self.executor.execute_model(plan).result() is not None:
+            return False  # a plan without tokens was applied
+        self.num_steps += 1
+        self._in_flight.append(self.executor.sample_tokens())
+        return True
+
+    def _take(self, output: ModelRunnerOutput) -> list[Update]:
+        return [self._update(self._outputs[request.request_id], tokens) for request, tokens in self.scheduler.update(output)]
+
+    def _update(self, output: _Output, tokens: Sequence[int]) -> Update:
+        """Turn new tokens into text, and end the request when its text says so."""
+        request = output.request
+        text = ""
+        if output.detokenizer is not None:
+            shown = tokens[:-1] if request.finish_reason is FinishReason.STOP else tokens
+            text = output.stop_text.add(output.detokenizer.add(shown))
+            if request.finish_reason is not None:
+                text += output.stop_text.add(output.detokenizer.finish())
+            if output.stop_text.found:
+                self.scheduler.finish(request.request_id, FinishReason.STOP)
+                request.finish_reason = FinishReason.STOP
+            elif request.finish_reason is not None:
+                text += output.stop_text.finish()
+        output.parts.append(text)
+        completion = self._complete(output) if request.finish_reason is not None else None
+        return Update(request_id=request.request_id, token_ids=tuple(tokens), text=text, completion=completion)
+
+    def _complete(self, output: _Output) -> Completion:
+        request = output.request
+        assert request.finish_reason is not None
+        del self._outputs[request.request_id]
+        return Completion(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=tuple(request.output_token_ids),
+            text="".join(output.parts),
+            finish_reason=request.finish_reason,
+            seed=request.sampling.seed,
+        )
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling parameters came for {count} prompts", hint="give one for all, or one for each prompt")
+    return params

@@ -1,0 +1,63 @@
+"""How a step's forward pass runs: the seam between the runner and compiled or captured models."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from rung.context import ForwardContext, set_forward_context
+from rung.counters import Counters
+from rung.runner.batch import Batch
+
+StepMode = Literal["none", "piecewise", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """How one batch runs. `num_requests` is the padded count under FULL and None otherwise."""
+
+    mode: StepMode
+    num_tokens: int  # padded
+    num_requests: int | None = None
+    max_query_len: int | None = None  # under FULL: the bound that holds for every batch of the graph
+    descriptor: Any = None  # of the graph
+    choice: Any = None  # what the forward wants to find again in `run`
+
+
+class Forward(ABC):
+    """Decides how a batch runs, and runs it. The runner asks `dispatch` before it builds any input, since the answer sets the padding.
+
+    `run` is given views of the runner's persistent buffers at the padded size; under FULL they are in place already, so replaying is all
+    there is to do. The returned hidden states hold until the next `run`."""
+
+    def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The buffers for input ids (int32) and positions (int64) that the forward wants the runner to fill; None: any."""
+        return None
+
+    @abstractmethod
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """The mode and padded sizes for this batch."""
+
+    @abstractmethod
+    def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """input_ids int32 and positions int64, [dispatch.num_tokens] each -> hidden states, at least the batch's tokens first."""
+
+
+class EagerForward(Forward):
+    """Calls a module, or a compiled plan, as it is and at the exact size."""
+
+    def __init__(self, module: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], counters: Counters | None = None) -> None:
+        self._module = module
+        self.counters = counters if counters is not None else Counters()
+
+    def dispatch(self, batch: Batch) -> Dispatch:
+        return Dispatch(mode="none", num_tokens=batch.num_tokens)
+
+    def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        self.counters.add("step.none.graphs_off")
+        with set_forward_context(context):
+            return self._module(input_ids, positions)

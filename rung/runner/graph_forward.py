@@ -1,0 +1,89 @@
+"""The forward pass through a compiled plan and its captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from rung.compile.bound import BoundPlan
+from rung.context import ForwardContext, set_forward_context
+from rung.counters import Counters
+from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatcher, GraphBackend, GraphManager, Shape, StaticBuffer
+from rung.graphs.dispatch import ResolvedMode
+from rung.runner.batch import Batch
+from rung.runner.config import RunnerConfig
+from rung.runner.forward import Dispatch, Forward
+
+DIM = "tokens"
+
+
+def batch_shape(batch: Batch) -> Shape:
+    """What the dispatcher asks about a batch."""
+    return Shape(
+        num_tokens=batch.num_tokens,
+        num_requests=batch.num_requests,
+        uniform_query_len=batch.uniform_query_len,
+        max_query_len=batch.max_query_len,
+    )
+
+
+class GraphForward(Forward):
+    """FULL replays with everything in place; PIECEWISE replays inside the forward context, for the breaks; NONE runs the plan.
+
+    `plan` takes (input_ids, positions) and returns hidden states. The input buffers belong to this forward, the runner fills them. The
+    hidden states are borrowed from the graphs until the next step."""
+
+    def __init__(
+        self,
+        plan: BoundPlan,
+        backend: GraphBackend,
+        descriptors: Sequence[Descriptor],
+        config: RunnerConfig,
+        *,
+        vocab_size: int,
+        device: torch.device | str,
+        resolved: ResolvedMode | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        capacity = {DIM: config.max_num_tokens}
+        self._input_ids = StaticBuffer(
+            BufferSpec(name="input_ids", shape=(DIM,), dtype=torch.int32, valid=(0, vocab_size)), capacity=capacity, device=device
+        )
+        self._positions = StaticBuffer(
+            BufferSpec(name="positions", shape=(DIM,), dtype=torch.int64, valid=(0, config.max_model_len)), capacity=capacity, device=device
+        )
+        self._plan = plan
+        self.descriptors = tuple(descriptors)
+        self.manager = GraphManager(plan, backend, inputs=(self._input_ids, self._positions), dim=DIM, counters=counters)
+        self.dispatcher = Dispatcher(self.descriptors, resolved=resolved, failed=self.manager.failed)
+
+    def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._input_ids.view(self._input_ids.capacity), self._positions.view(self._positions.capacity)
+
+    def capture(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]], *, lazy: bool = False) -> CaptureReport:
+        """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step."""
+        return self.manager.capture(self.descriptors, lambda descriptor: dummy_context(_as_dispatch(descriptor)), lazy=lazy)
+
+    def dispatch(self, batch: Batch) -> Dispatch:
+        choice = self.dispatcher.dispatch(batch_shape(batch))
+        return _as_dispatch(choice.descriptor, choice)
+
+    def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        with set_forward_context(context):
+            outputs = self.manager.run(dispatch.choice or dispatch.descriptor)
+        hidden: torch.Tensor = self._plan.restore(outputs.borrow(), (input_ids, positions))
+        return hidden
+
+
+def _as_dispatch(descriptor: Descriptor, choice: object = None) -> Dispatch:
+    full = descriptor.mode == "full"
+    return Dispatch(
+        mode=descriptor.mode.value,
+        num_tokens=descriptor.num_tokens,
+        num_requests=descriptor.num_requests if full else None,
+        max_query_len=(descriptor.max_query_len or descriptor.num_tokens) if full else None,
+        descriptor=descriptor,
+        choice=choice,
+    )

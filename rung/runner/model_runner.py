@@ -1,0 +1,232 @@
+"""The model runner: from a step plan to sampled tokens, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from rung.attention import AttentionBackend, AttentionSpec, attention_layers
+from rung.context import ForwardContext, set_forward_context
+from rung.counters import Counters
+from rung.errors import ConfigError, StateError
+from rung.runner.batch import Batch, dummy_batch, dummy_query_lens, gather_batch
+from rung.runner.block_table import BlockTable
+from rung.runner.config import RunnerConfig
+from rung.runner.forward import Dispatch, EagerForward, Forward
+from rung.runner.inputs import InputBuffers, InputBuilder
+from rung.runner.kv_cache import allocate_kv_caches, block_bytes, num_kv_blocks
+from rung.runner.metadata import build_metadata
+from rung.runner.ops import StepOps, TorchStepOps
+from rung.runner.output import EMPTY_OUTPUT, AsyncOutput, ModelRunnerOutput
+from rung.runner.plan import StepPlan
+from rung.runner.plan_check import PlanChecker
+from rung.runner.sampler import Sampler
+from rung.runner.slots import RequestSlots
+from rung.runner.transfer import HostToDevice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedStep:
+    """Inputs are enqueued; the model has not run."""
+
+    batch: Batch
+    dispatch: Dispatch
+    context: ForwardContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParkedStep:
+    """What `execute_model` leaves for `sample_tokens`."""
+
+    batch: Batch
+    dispatch: Dispatch
+    logits: torch.Tensor  # [num_requests, vocab]
+    # Kept until sampling, so that their memory is not handed out while enqueued work may still read them.
+    context: ForwardContext = field(repr=False)
+
+
+class ModelRunner:
+    """Runs `module(input_ids [T] int32, positions [T] int64) -> hidden [T, hidden]` and `module.compute_logits(hidden [N, hidden])`.
+
+    One step is two calls: `execute_model(plan)` applies the plan and enqueues forward and logits, `sample_tokens(bitmask)` samples and
+    advances the slots. Between them a caller may build a grammar mask. The runner owns slots, block tables, input buffers and KV cache;
+    it binds the attention layers of `module` to them. Not thread-safe: one caller drives it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RunnerConfig,
+        *,
+        backend: Callable[[AttentionSpec], AttentionBackend],
+        forward: Forward | None = None,
+        ops: StepOps | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        first = next(module.parameters())
+        self.module = module
+        self.config = config
+        self.device = torch.device(device) if device is not None else first.device
+        self.dtype = dtype or first.dtype
+        self.counters = Counters()
+        self.forward = forward or EagerForward(module, self.counters)
+        self.layers = attention_layers(module)
+        if not self.layers:
+            raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
+        self.num_blocks = num_kv_blocks(config, block_bytes(self.layers.values(), config.block_size, self.dtype), self.device)
+        self.kv_caches = allocate_kv_caches(self.layers, self.num_blocks, config.block_size, self.dtype, self.device)
+        self._bind_layers(backend)
+
+        ops = ops or TorchStepOps()
+        transfer = HostToDevice(self.device, self.counters)
+        self.slots = RequestSlots(config.max_num_requests, config.max_model_len, transfer, ops)
+        self.block_tables = (
+            BlockTable(config.max_num_requests, config.max_blocks_per_request, config.max_num_tokens, config.block_size, transfer, ops),
+        )
+        self.buffers = InputBuffers.allocate(config.max_num_tokens, config.max_num_requests, self.device, self.forward.static_inputs())
+        self.sampler = Sampler(config.max_num_requests, transfer, ops)
+        self._inputs = InputBuilder(self.buffers, self.slots, transfer, ops)
+        self._ops = ops
+        self._checker = PlanChecker(config, self.slots, self.block_tables)
+        self._parked: ParkedStep | None = None
+        self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def parked(self) -> ParkedStep | None:
+        """The step between the two calls; its batch order is the row order of a grammar mask."""
+        return self._parked
+
+    @torch.no_grad()
+    def execute_model(self, plan: StepPlan) -> ModelRunnerOutput | None:
+        """Apply the plan and enqueue its forward pass. None: call `sample_tokens` next. A plan without tokens is applied and gives an empty
+        output. Raises `StateError` when the last step was not sampled; a plan that is refused changes nothing."""
+        if self._parked is not None:
+            raise StateError(
+                "State error: sample_tokens() must be called after execute_model() returns None.",
+                hint="every execute_model that returns None is followed by one sample_tokens",
+            )
+        self._checker.check(plan)
+        self._apply(plan)
+        if not plan.num_scheduled_tokens:
+            return EMPTY_OUTPUT
+        step = self.prepare(gather_batch(plan.num_scheduled_tokens, self.slots))
+        logits = self._forward_logits(step)
+        self._parked = ParkedStep(batch=step.batch, dispatch=step.dispatch, logits=logits, context=step.context)
+        return None
+
+    @torch.no_grad()
+    def sample_tokens(self, bitmask: torch.Tensor | None = None) -> AsyncOutput | None:
+        """Sample the parked step and advance its requests. `bitmask` is int32 [num_requests, ceil(vocab / 32)] in batch order. Returns None
+        when nothing is parked."""
+        if self._parked is None:
+            return None
+        batch, logits = self._parked.batch, self._parked.logits
+        self._parked = None
+        count = batch.num_requests
+        idx_mapping, seq_lens = self.buffers.idx_mapping[:count], self.buffers.seq_lens[:count]
+        sampled = self.sampler.sample(logits, idx_mapping, batch.idx_mapping, seq_lens, bitmask)
+        num_sampled = self._ops.num_sampled(idx_mapping, seq_lens, self.slots.prefill_len, count)
+        # The copy starts before the state is advanced, so that it does not wait for it.
+        output = AsyncOutput(batch.request_ids, sampled, num_sampled, self._copy_stream)
+        self._ops.advance(self.slots, self.buffers.idx_mapping, self.buffers.query_start_loc, sampled, num_sampled)
+        self._advance_mirrors(batch)
+        return output
+
+    @torch.no_grad()
+    def dummy_run(self, query_lens: npt.NDArray[np.int32], *, decode: bool = False, dispatch: Dispatch | None = None) -> torch.Tensor:
+        """Run a batch that belongs to nobody on the road of a real step (profiling, warm-up); returns its logits [num_requests, vocab].
+        Raises `StateError` between the two calls of a step, whose inputs it would overwrite."""
+        if self._parked is not None:
+            raise StateError("a dummy run came before sample_tokens()", hint="sample the parked step first")
+        return self._forward_logits(self.prepare(dummy_batch(query_lens, decode=decode), dispatch))
+
+    @contextmanager
+    def dummy_context(self, dispatch: Dispatch) -> Iterator[None]:
+        """The forward context of a harmless batch in `dispatch`, for warm-up and capture. What a step may have prepared in the persistent
+        buffers is put back at the end."""
+        decode = dispatch.mode == "full" and dispatch.max_query_len is not None and dispatch.num_requests is not None
+        if decode:
+            assert dispatch.num_requests is not None
+            lens = np.full(dispatch.num_requests, dispatch.num_tokens // dispatch.num_requests, np.int32)
+        else:
+            lens = dummy_query_lens(dispatch.num_tokens, self.config.max_num_requests, self.config.max_model_len)
+        persistent = [*self.buffers.tensors, *(t for table in self.block_tables for t in (table.batch, table.slot_mapping))]
+        with torch.no_grad():
+            saved = [tensor.clone() for tensor in persistent]
+            try:
+                with set_forward_context(self.prepare(dummy_batch(lens, decode=decode), dispatch).context):
+                    yield
+            finally:
+                for tensor, values in zip(persistent, saved, strict=True):
+                    tensor.copy_(values)
+
+    @torch.no_grad()
+    def prepare(self, batch: Batch, dispatch: Dispatch | None = None) -> PreparedStep:
+        """Choose the mode of a batch and enqueue its inputs, block tables and slot mapping. A capture prepares a dummy batch with the
+        dispatch it wants."""
+        dispatch = dispatch or self.forward.dispatch(batch)
+        buffers = self.buffers
+        self._inputs.upload(batch)
+        self._inputs.build(dispatch.num_tokens, batch.has_prefill)
+        rows = dispatch.num_requests or batch.num_requests
+        metadata = {}
+        for table in self.block_tables:
+            block_table = table.gather(buffers.idx_mapping, rows)
+            slot_mapping = table.map_slots(buffers.idx_mapping, buffers.query_start_loc, buffers.positions, dispatch.num_tokens)
+            group = build_metadata(batch, dispatch, buffers, block_table, slot_mapping, self.config.max_model_len)
+            metadata.update(dict.fromkeys(self.layers, group))
+        context = ForwardContext(
+            attention_metadata=metadata,
+            attention_layers=self.layers,
+            mode=dispatch.mode,
+            descriptor=dispatch.descriptor,
+            num_actual_tokens=batch.num_tokens,
+        )
+        return PreparedStep(batch=batch, dispatch=dispatch, context=context)
+
+    def _forward_logits(self, step: PreparedStep) -> torch.Tensor:
+        rows = step.dispatch.num_tokens
+        hidden = self.forward.run(step.dispatch, self.buffers.input_ids[:rows], self.buffers.positions[:rows], step.context)
+        last_rows = self._ops.logits_indices(self.buffers.query_start_loc, step.batch.num_requests)
+        logits: torch.Tensor = self.module.compute_logits(hidden[last_rows])  # type: ignore[operator]
+        return logits
+
+    def _apply(self, plan: StepPlan) -> None:
+        # Sorted, so that every process that follows the same plans frees the same slots in the same order.
+        for request_id in sorted(plan.finished_request_ids | plan.preempted_request_ids):
+            self.slots.remove(request_id)
+        for new in plan.new_requests:
+            slot = self.slots.add(new.request_id, new.token_ids, new.prompt_len, new.num_computed_tokens)
+            self.sampler.add(slot, new.sampling)
+            for table, blocks in zip(self.block_tables, new.block_ids, strict=True):
+                table.write(slot, blocks, replace=True)
+        for cached in plan.cached_requests:
+            slot = self.slots.slot_of[cached.request_id]
+            if cached.resumed:
+                self.slots.restart(slot, cached.num_computed_tokens)
+            if cached.new_block_ids:
+                for table, blocks in zip(self.block_tables, cached.new_block_ids, strict=True):
+                    if blocks or cached.resumed:
+                        table.write(slot, blocks, replace=cached.resumed)
+        self.slots.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+        for table in self.block_tables:
+            table.apply_staged_writes()
+
+    def _advance_mirrors(self, batch: Batch) -> None:
+        slots = self.slots
+        slots.num_computed_tokens_np[batch.idx_mapping] = batch.seq_lens
+        slots.total_len_np[batch.idx_mapping] += batch.seq_lens >= slots.prefill_len_np[batch.idx_mapping]
+
+    def _bind_layers(self, backend: Callable[[AttentionSpec], AttentionBackend]) -> None:
+        backends: dict[AttentionSpec, AttentionBackend] = {}
+        for name, layer in self.layers.items():
+            if layer.spec not in backends:
+                backends[layer.spec] = backend(layer.spec)
+            layer.bind(backends[layer.spec], self.kv_caches[name])

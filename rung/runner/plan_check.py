@@ -1,0 +1,101 @@
+"""Is a plan acceptable? Asked before anything of it is applied, so that a bad plan leaves every request as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rung.errors import BlockTableError, RequestError
+from rung.runner.block_table import BlockTable
+from rung.runner.config import RunnerConfig
+from rung.runner.plan import BlockIds, CachedRequest, NewRequest, StepPlan
+from rung.runner.slots import RequestSlots
+
+_HINT = "the scheduler and the runner disagree; build plans with rung.runner.Scheduler, or compare them with ModelRunner.slots"
+
+
+class PlanChecker:
+    """Raises `RequestError` (or `BlockTableError`) that names the request."""
+
+    def __init__(self, config: RunnerConfig, slots: RequestSlots, tables: Sequence[BlockTable]) -> None:
+        self._config = config
+        self._slots = slots
+        self._tables = tables
+
+    def check(self, plan: StepPlan) -> None:
+        slots = self._slots
+        leaving = plan.finished_request_ids | plan.preempted_request_ids
+        for request_id in leaving:
+            _require(request_id in slots.slot_of, f"request {request_id!r} leaves but has no slot")
+        new = {request.request_id: request for request in plan.new_requests}
+        cached = {request.request_id: request for request in plan.cached_requests}
+        _require(len(new) == len(plan.new_requests), "a new request comes twice in one plan")
+        _require(len(cached) == len(plan.cached_requests), "a cached request comes twice in one plan")
+        for request in plan.new_requests:
+            self._check_new(request, leaving)
+        for known in plan.cached_requests:
+            self._check_cached(known, leaving)
+        free = len(slots.free_slots) + len(leaving)
+        _require(len(new) <= free, f"{len(new)} new requests come and {free} of {self._config.max_num_requests} slots are free")
+        self._check_scheduled(plan, new, cached, leaving)
+
+    def _check_new(self, request: NewRequest, leaving: frozenset[str]) -> None:
+        name, length = request.request_id, len(request.token_ids)
+        _require(name not in self._slots.slot_of or name in leaving, f"new request {name!r} has a slot already")
+        _require(1 <= request.prompt_len <= length, f"new request {name!r} has {length} tokens and prompt_len {request.prompt_len}")
+        limit = self._config.max_model_len
+        _require(length <= limit, f"new request {name!r} has {length} tokens, max_model_len is {limit}")
+        self._check_blocks(None, request.block_ids, replace=True)
+
+    def _check_cached(self, request: CachedRequest, leaving: frozenset[str]) -> None:
+        name = request.request_id
+        slot = self._slot(name, leaving)
+        computed = int(self._slots.num_computed_tokens_np[slot])
+        if not request.resumed and request.num_computed_tokens != computed:
+            raise RequestError(f"request {name!r} has {computed} computed tokens, the plan says {request.num_computed_tokens}", hint=_HINT)
+        if request.new_block_ids or request.resumed:
+            self._check_blocks(slot, request.new_block_ids, replace=request.resumed)
+
+    def _check_blocks(self, slot: int | None, block_ids: BlockIds, *, replace: bool) -> None:
+        count = len(self._tables)
+        _require(len(block_ids) == count, f"block ids for {len(block_ids)} KV-cache groups came, there are {count}")
+        for table, blocks in zip(self._tables, block_ids, strict=True):
+            table.check(slot, len(blocks), replace)
+
+    def _check_scheduled(
+        self, plan: StepPlan, new: dict[str, NewRequest], cached: dict[str, CachedRequest], leaving: frozenset[str]
+    ) -> None:
+        total, budget = plan.total_num_scheduled_tokens, self._config.max_num_tokens
+        _require(total <= budget, f"the plan has {total} tokens, max_num_tokens is {budget}")
+        slots = self._slots
+        for name, count in plan.num_scheduled_tokens.items():
+            if count < 1:
+                raise RequestError(f"request {name!r} is scheduled with {count} tokens", hint=_HINT)
+            if name in new:
+                computed, known, held = new[name].num_computed_tokens, len(new[name].token_ids), [len(b) for b in new[name].block_ids]
+            else:
+                slot = self._slot(name, leaving)
+                computed, known = int(slots.num_computed_tokens_np[slot]), int(slots.total_len_np[slot])
+                held = [int(table.num_blocks_np[slot]) for table in self._tables]
+                if (change := cached.get(name)) is not None:
+                    computed = change.num_computed_tokens
+                    added = [len(blocks) for blocks in change.new_block_ids] or [0] * len(held)
+                    held = added if change.resumed else [a + b for a, b in zip(held, added, strict=True)]
+            end = computed + count
+            if end > known:
+                raise RequestError(f"request {name!r} is scheduled up to token {end} and has {known}", hint=_HINT)
+            for table, blocks in zip(self._tables, held, strict=True):
+                if blocks * table.block_size < end:
+                    raise BlockTableError(
+                        f"request {name!r} is scheduled up to token {end} and has {blocks} blocks of {table.block_size} tokens", hint=_HINT
+                    )
+
+    def _slot(self, request_id: str, leaving: frozenset[str]) -> int:
+        slot = self._slots.slot_of.get(request_id)
+        if slot is None or request_id in leaving:
+            raise RequestError(f"request {request_id!r} is unknown: it has no slot", hint=_HINT)
+        return slot
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise RequestError(message, hint=_HINT)

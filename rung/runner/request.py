@@ -1,0 +1,62 @@
+"""A request as the scheduler sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rung.runner.sampler.params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end token, a stop token or a stop text
+    LENGTH = "length"  # max_tokens, or the context is full
+    ABORT = "abort"  # cancelled
+
+
+class RequestStatus(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waits again, without a slot or blocks
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """Tokens and progress of one request."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_total_tokens: int  # prompt and output
+    stop_token_ids: frozenset[int] = frozenset()
+    output_token_ids: list[int] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0  # scheduled tokens, those of steps in flight included
+    num_in_flight: int = 0  # tokens being sampled that the host does not know yet
+    block_ids: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the request, those in flight included."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that a step could compute now; 0 when the request may not grow any more."""
+        return self.num_tokens - self.num_computed_tokens if self.num_tokens < self.max_total_tokens else 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def append(self, token: int) -> None:
+        """Take a sampled token that has arrived, and see whether it ends the request."""
+        self.num_in_flight -= 1
+        self.output_token_ids.append(token)
+        if token in self.stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+        elif len(self.prompt_token_ids) + len(self.output_token_ids) >= self.max_total_tokens:
+            self.finish_reason = FinishReason.LENGTH

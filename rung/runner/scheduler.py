@@ -1,0 +1,188 @@
+"""First come, first served, under a token budget."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rung.errors import RequestError
+from rung.runner.config import RunnerConfig
+from rung.runner.kv_cache import BlockPool
+from rung.runner.output import ModelRunnerOutput
+from rung.runner.plan import CachedRequest, NewRequest, StepPlan
+from rung.runner.request import FinishReason, Request, RequestStatus
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    budget: int
+    new: list[NewRequest] = field(default_factory=list)
+    cached: list[CachedRequest] = field(default_factory=list)
+    scheduled: dict[str, int] = field(default_factory=dict)
+    preempted: set[str] = field(default_factory=set)
+
+
+class Scheduler:
+    """Decides which requests run and how many tokens each adds; owns the free blocks.
+
+    There are no phases: a request has tokens that are not computed yet, one in a decode, more in a prefill, and gets as many as the
+    budget leaves. Running requests go first, in the order they came; then waiting ones while slots and blocks last. When a running request
+    finds no block, the last one is preempted: it loses slot and blocks, and later computes everything again. Steps may be scheduled before
+    the tokens of earlier ones are known."""
+
+    def __init__(self, config: RunnerConfig, num_blocks: int) -> None:
+        self.config = config
+        self.pool = BlockPool(num_blocks)
+        self.requests: dict[str, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._left: set[str] = set()  # finished since the last plan, their slots still held by the runner
+        # The requests of each step whose tokens have not come back; a preempted one may have re-entered since, so ids would not do.
+        self._in_flight: deque[list[Request]] = deque()
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `RequestError` when its id is in use."""
+        if request.request_id in self.requests:
+            raise RequestError(f"request id {request.request_id!r} is in use", hint="give every unfinished request its own id")
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Unfinished requests, or changes that the runner has not been told."""
+        return bool(self.requests or self._left)
+
+    def schedule(self) -> StepPlan:
+        """The next plan; it may have no tokens. Computed tokens are counted as of this plan."""
+        draft = _Draft(self.config.max_num_tokens)
+        self._schedule_running(draft)
+        if not draft.preempted:
+            self._schedule_waiting(draft)
+        finished, self._left = frozenset(self._left), set()
+        plan = StepPlan(
+            new_requests=tuple(draft.new),
+            cached_requests=tuple(draft.cached),
+            num_scheduled_tokens=draft.scheduled,
+            finished_request_ids=finished,
+            preempted_request_ids=frozenset(draft.preempted),
+        )
+        if draft.scheduled:
+            self._in_flight.append(self._advance(draft.scheduled))
+        return plan
+
+    def update(self, output: ModelRunnerOutput) -> list[tuple[Request, list[int]]]:
+        """Take the tokens of the oldest step in flight; returns each request that got some, with them. Requests that end are freed."""
+        updates = []
+        sampling = {request.request_id: request for request in self._in_flight.popleft()}
+        for request_id, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
+            request = sampling.get(request_id)
+            if request is None or request.is_finished or not tokens:
+                continue
+            for token in tokens:
+                request.append(token)
+            if request.finish_reason is not None:
+                self._release(request)
+            updates.append((request, list(tokens)))
+        return updates
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a request now (a stop text, a cancellation). Unknown ids are ignored: the request may just have ended by itself."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            request.finish_reason = reason
+            self._release(request)
+
+    def _schedule_running(self, draft: _Draft) -> None:
+        index = 0
+        while index < len(self.running) and draft.budget > 0:
+            request = self.running[index]
+            count = min(request.num_uncomputed_tokens, self.config.prefill_chunk, draft.budget)
+            blocks = self._blocks_for(request, count) if count > 0 else []
+            if blocks is None:
+                self._preempt(self.running.pop(), draft)
+                continue  # tries the same request again, unless it was the last itself
+            if count > 0:
+                draft.cached.append(
+                    CachedRequest(
+                        request_id=request.request_id,
+                        num_computed_tokens=request.num_computed_tokens,
+                        new_block_ids=(tuple(blocks),) if blocks else (),
+                    )
+                )
+                self._take(request, count, draft)
+            index += 1
+
+    def _schedule_waiting(self, draft: _Draft) -> None:
+        while self.waiting and draft.budget > 0 and len(self.running) < self.config.max_num_requests:
+            request = self.waiting[0]
+            if request.num_in_flight:
+                return  # preempted while a token was on its way; that token belongs to its prefill
+            count = min(request.num_uncomputed_tokens, self.config.prefill_chunk, draft.budget)
+            blocks = self._blocks_for(request, count)
+            if blocks is None:
+                return
+            self.waiting.popleft()
+            self.running.append(request)
+            request.status = RequestStatus.RUNNING
+            draft.new.append(
+                NewRequest(
+                    request_id=request.request_id,
+                    token_ids=(*request.prompt_token_ids, *request.output_token_ids),
+                    prompt_len=len(request.prompt_token_ids),
+                    block_ids=(tuple(blocks),),
+                    sampling=request.sampling,
+                )
+            )
+            self._take(request, count, draft)
+
+    def _blocks_for(self, request: Request, count: int) -> list[int] | None:
+        """The blocks that `count` more tokens need, or None when there are too few."""
+        needed = -(-(request.num_computed_tokens + count) // self.config.block_size) - len(request.block_ids)
+        blocks = self.pool.allocate(max(needed, 0))
+        if blocks:
+            request.block_ids.extend(blocks)
+        return blocks
+
+    def _take(self, request: Request, count: int, draft: _Draft) -> None:
+        draft.scheduled[request.request_id] = count
+        draft.budget -= count
+
+    def _advance(self, scheduled: dict[str, int]) -> list[Request]:
+        """Count the plan's tokens as computed; returns the requests that sample a token in this step."""
+        sampling = []
+        for request_id, count in scheduled.items():
+            request = self.requests[request_id]
+            request.num_computed_tokens += count
+            if request.num_computed_tokens == request.num_tokens:
+                request.num_in_flight += 1
+                sampling.append(request)
+        return sampling
+
+    def _preempt(self, request: Request, draft: _Draft) -> None:
+        draft.preempted.add(request.request_id)
+        self._free_blocks(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._left.add(request.request_id)
+        else:
+            self.waiting.remove(request)
+        self._free_blocks(request)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+
+    def _free_blocks(self, request: Request) -> None:
+        # Steps in flight may still write to these blocks; whoever gets them next is enqueued behind those steps.
+        self.pool.free(request.block_ids)
+        request.block_ids.clear()

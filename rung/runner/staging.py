@@ -1,0 +1,70 @@
+"""Writes to device tensors, collected on the host and applied in one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rung.runner.ops.base import StepOps
+from rung.runner.transfer import HostToDevice
+
+_NUMPY: dict[torch.dtype, type[np.generic]] = {
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float32: np.float32,
+}
+_INDEX_BYTES = 8
+
+
+class StagedWrites:
+    """Collects writes to the rows of `target` (contiguous, 2-D) and applies them as one packed copy and one scatter.
+
+    A later write to the same element wins. `apply` clears what was staged; without staged writes it does nothing."""
+
+    def __init__(self, target: torch.Tensor, transfer: HostToDevice, ops: StepOps) -> None:
+        assert target.is_contiguous()
+        assert target.dim() == 2
+        self.target = target
+        self._transfer = transfer
+        self._ops = ops
+        self._dtype = _NUMPY[target.dtype]
+        self._starts: list[int] = []
+        self._contents: list[npt.NDArray[np.generic]] = []
+
+    def stage(self, row: int, start: int, values: Sequence[int] | Sequence[float] | npt.NDArray[np.generic]) -> None:
+        """Write `values` to `target[row, start:]` at the next `apply`."""
+        contents = np.asarray(values, dtype=self._dtype)
+        assert start >= 0
+        assert start + len(contents) <= self.target.shape[1]
+        self._starts.append(row * self.target.shape[1] + start)
+        self._contents.append(contents)
+
+    def apply(self) -> None:
+        """Enqueue all staged writes."""
+        if not self._starts:
+            return
+        index, contents = self._pack()
+        self._starts.clear()
+        self._contents.clear()
+        if not index.size:
+            return
+        # One buffer, so that index and contents travel in one copy; the index comes first to keep both aligned.
+        packed = self._transfer.to_device(np.concatenate([index.view(np.uint8), contents.view(np.uint8)]))
+        split = index.size * _INDEX_BYTES
+        self._ops.scatter(self.target, packed[:split].view(torch.int64), packed[split:].view(self.target.dtype))
+
+    def _pack(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.generic]]:
+        """Flat positions in `target`, each at most once, and their values."""
+        index = np.concatenate(
+            [np.arange(start, start + len(values), dtype=np.int64) for start, values in zip(self._starts, self._contents, strict=True)]
+        )
+        contents = np.concatenate(self._contents)
+        if len(self._starts) == 1:
+            return index, contents
+        unique, last = np.unique(index[::-1], return_index=True)
+        if len(unique) == len(index):
+            return index, contents
+        return unique, contents[::-1][last]

@@ -1,0 +1,170 @@
+"""Descriptors, what fits them, and the reasons (dispatch parts of TV4 and TV5, T21)."""
+
+from __future__ import annotations
+
+import pytest
+
+from rung.attention.base import CaptureSupport
+from rung.graphs import ConfiguredMode, Descriptor, Dispatcher, GraphMode, Ladder, Reason, Shape, fits, plan_descriptors, resolve_mode
+
+LADDER = Ladder.up_to(512)
+
+
+def decode(requests: int, query_len: int = 1) -> Shape:
+    return Shape(num_tokens=requests * query_len, num_requests=requests, uniform_query_len=query_len, max_query_len=query_len)
+
+
+def mixed(tokens: int, requests: int, longest: int) -> Shape:
+    return Shape(num_tokens=tokens, num_requests=requests, uniform_query_len=None, max_query_len=longest)
+
+
+def dispatcher(mode: ConfiguredMode, support: CaptureSupport = CaptureSupport.UNIFORM_BATCH, max_num_requests: int = 512) -> Dispatcher:
+    planned = plan_descriptors(LADDER, mode, max_num_requests=max_num_requests, capture_support=support)
+    return Dispatcher(planned, resolved=resolve_mode(mode, support))
+
+
+def test_full_exists_for_all_sizes_with_512_requests() -> None:
+    planned = plan_descriptors(LADDER, ConfiguredMode.FULL_AND_PIECEWISE, max_num_requests=512)
+    assert sum(d.mode is GraphMode.PIECEWISE for d in planned) == 51
+    assert [d.num_tokens for d in planned if d.mode is GraphMode.FULL] == list(reversed(LADDER.sizes))
+
+
+def test_256_requests_give_51_piecewise_and_35_full() -> None:
+    planned = plan_descriptors(LADDER, ConfiguredMode.FULL_AND_PIECEWISE, max_num_requests=256)
+    assert [sum(d.mode is mode for d in planned) for mode in (GraphMode.PIECEWISE, GraphMode.FULL)] == [51, 35]
+
+
+def test_capture_order_is_piecewise_first_largest_first() -> None:
+    planned = plan_descriptors(Ladder.up_to(4), ConfiguredMode.FULL_AND_PIECEWISE, max_num_requests=4)
+    assert [(d.mode.value, d.num_tokens) for d in planned] == [
+        ("piecewise", 4), ("piecewise", 2), ("piecewise", 1), ("full", 4), ("full", 2), ("full", 1),
+    ]  # fmt: skip
+
+
+def test_largest_decode_batch_has_a_full_graph_off_the_ladder() -> None:
+    chosen = dispatcher(ConfiguredMode.FULL_AND_PIECEWISE, max_num_requests=100).dispatch(decode(99))
+    assert (chosen.descriptor.mode, chosen.descriptor.num_tokens, chosen.padding) == (GraphMode.FULL, 100, 1)
+
+
+def test_tv5_mixed_batch_runs_piecewise_304() -> None:
+    shape = mixed(300, 3, 298)
+    chosen = dispatcher(ConfiguredMode.FULL_AND_PIECEWISE)
+    assert [(d.mode, d.num_tokens) for d in chosen.candidates(shape)] == [(GraphMode.FULL, 304), (GraphMode.PIECEWISE, 304)]
+    result = chosen.dispatch(shape)
+    assert (result.descriptor.mode, result.descriptor.num_tokens, result.descriptor.num_requests) == (GraphMode.PIECEWISE, 304, None)
+    assert (result.padding, result.reason) == (4, Reason.MIXED_BATCH)
+
+
+def test_tv4_prefill_step_runs_piecewise_8_and_three_decodes_full_4() -> None:
+    chosen = dispatcher(ConfiguredMode.FULL_AND_PIECEWISE)
+    first, second = chosen.dispatch(mixed(8, 3, 6)), chosen.dispatch(decode(3))
+    assert (first.descriptor.mode, first.descriptor.num_tokens) == (GraphMode.PIECEWISE, 8)
+    assert (second.descriptor.mode, second.descriptor.num_tokens, second.descriptor.num_requests) == (GraphMode.FULL, 4, 4)
+    assert second.reason is Reason.BEST
+
+
+@pytest.mark.parametrize("tokens", [513, 5120])
+def test_sizes_above_the_top_run_exactly_and_say_so(tokens: int) -> None:
+    result = dispatcher(ConfiguredMode.PIECEWISE).dispatch(mixed(tokens, 3, 300))
+    assert (result.descriptor.mode, result.descriptor.num_tokens, result.padding) == (GraphMode.NONE, tokens, 0)
+    assert result.reason is Reason.TOO_MANY_TOKENS
+
+
+def test_more_decodes_than_full_graphs_hold() -> None:
+    result = dispatcher(ConfiguredMode.FULL_AND_PIECEWISE, max_num_requests=64).dispatch(decode(65))
+    assert (result.descriptor.mode, result.reason) == (GraphMode.PIECEWISE, Reason.TOO_MANY_REQUESTS)
+
+
+@pytest.mark.parametrize(
+    ("mode", "support", "decode_mode", "mixed_mode"),
+    [
+        (ConfiguredMode.NONE, CaptureSupport.ALWAYS, "none", "none"),
+        (ConfiguredMode.PIECEWISE, CaptureSupport.ALWAYS, "piecewise", "piecewise"),
+        (ConfiguredMode.FULL_AND_PIECEWISE, CaptureSupport.ALWAYS, "full", "piecewise"),
+        (ConfiguredMode.FULL_AND_PIECEWISE, CaptureSupport.NEVER, "piecewise", "piecewise"),
+        (ConfiguredMode.FULL_DECODE_ONLY, CaptureSupport.UNIFORM_BATCH, "full", "none"),
+        (ConfiguredMode.FULL, CaptureSupport.UNIFORM_BATCH, "full", "piecewise"),
+        (ConfiguredMode.FULL, CaptureSupport.ALWAYS, "full", "full"),
+    ],
+)
+def test_modes_by_batch(mode: ConfiguredMode, support: CaptureSupport, decode_mode: str, mixed_mode: str) -> None:
+    chosen = dispatcher(mode, support)
+    assert chosen.dispatch(decode(3)).descriptor.mode == decode_mode
+    assert chosen.dispatch(mixed(20, 3, 18)).descriptor.mode == mixed_mode
+
+
+def test_full_for_all_batches_is_the_best_mode_for_mixed_ones() -> None:
+    assert dispatcher(ConfiguredMode.FULL, CaptureSupport.ALWAYS).dispatch(mixed(20, 3, 18)).reason is Reason.BEST
+
+
+def test_backend_that_cannot_capture_is_named_as_the_reason() -> None:
+    assert dispatcher(ConfiguredMode.FULL_AND_PIECEWISE, CaptureSupport.NEVER).dispatch(decode(3)).reason is Reason.BACKEND_LIMIT
+    assert dispatcher(ConfiguredMode.FULL, CaptureSupport.UNIFORM_BATCH).dispatch(mixed(9, 2, 8)).reason is Reason.BACKEND_LIMIT
+
+
+def test_query_length_above_one_needs_uniform_batch_support() -> None:
+    single = CaptureSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert resolve_mode(ConfiguredMode.FULL_AND_PIECEWISE, single, uniform_query_len=3).decode is GraphMode.PIECEWISE
+
+
+def test_uniform_query_length_three_rounds_sizes_to_whole_requests() -> None:
+    planned = plan_descriptors(Ladder.up_to(16), ConfiguredMode.FULL_DECODE_ONLY, max_num_requests=5, uniform_query_len=3)
+    assert {(d.num_requests, d.num_tokens) for d in planned} == {(1, 3), (2, 6), (3, 9), (5, 15)}
+
+
+def test_configured_none_says_graphs_are_off() -> None:
+    assert dispatcher(ConfiguredMode.NONE).dispatch(decode(1)).reason is Reason.GRAPHS_OFF
+
+
+def test_forced_mode_is_respected() -> None:
+    chosen = dispatcher(ConfiguredMode.FULL_AND_PIECEWISE)
+    assert chosen.dispatch(decode(3), best=GraphMode.PIECEWISE).descriptor.mode is GraphMode.PIECEWISE
+    result = chosen.dispatch(decode(3), best=GraphMode.NONE)
+    assert (result.descriptor.mode, result.reason) == (GraphMode.NONE, Reason.FORCED)
+
+
+def test_step_without_tokens_runs_nothing() -> None:
+    assert dispatcher(ConfiguredMode.FULL_AND_PIECEWISE).dispatch(Shape(num_tokens=0)).reason is Reason.EMPTY
+
+
+def test_failed_captures_are_passed_over() -> None:
+    failed: set[Descriptor] = set()
+    planned = plan_descriptors(LADDER, ConfiguredMode.FULL_AND_PIECEWISE, max_num_requests=512)
+    chosen = Dispatcher(planned, failed=failed)
+    failed.add(chosen.dispatch(decode(3)).descriptor)
+    assert chosen.dispatch(decode(3)).descriptor.num_tokens == 8
+    failed.update(d for d in planned if d.mode is GraphMode.FULL)
+    assert chosen.dispatch(decode(3)).reason is Reason.CAPTURE_FAILED
+
+
+def test_module_without_requests_gets_full_for_every_size() -> None:
+    planned = plan_descriptors(Ladder.up_to(8), ConfiguredMode.FULL)
+    assert Dispatcher(planned).dispatch(Shape(num_tokens=3)).descriptor == Descriptor(mode=GraphMode.FULL, num_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fitting"),
+    [
+        (decode(4), True),
+        (decode(2), True),
+        (mixed(4, 2, 3), False),
+        (decode(5), False),
+        (Shape(num_tokens=4), False),
+        (Shape(num_tokens=2, num_requests=2, uniform_query_len=1, max_query_len=1, adapters=1), False),
+        (Shape(num_tokens=2, num_requests=2, uniform_query_len=1, max_query_len=1, variant="b"), False),
+    ],
+)
+def test_fits(shape: Shape, fitting: bool) -> None:
+    full = Descriptor(mode=GraphMode.FULL, num_tokens=4, num_requests=4, uniform_query_len=1, max_query_len=1)
+    assert fits(full, shape) is fitting
+
+
+def test_further_dimensions_are_part_of_the_match() -> None:
+    captured = Descriptor(mode=GraphMode.FULL, num_tokens=8, symbols=(("frames", 16),))
+    assert fits(captured, Shape(num_tokens=3, symbols=(("frames", 9),)))
+    result = Dispatcher([captured]).dispatch(Shape(num_tokens=3, symbols=(("frames", 17),)))
+    assert result.reason is Reason.OTHER_DIMENSION
+
+
+def test_every_reason_has_a_sentence() -> None:
+    assert all(reason.sentence for reason in Reason)

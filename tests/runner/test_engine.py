@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rung.errors import PromptTooLongError, RequestError
+from rung.runner import Completion, FinishReason, SamplingParams, Update
+from rung.runner.text import StopText
+from tests.runner.tiny import VOCAB, LetterTokenizer, TinyModel, make_engine
+
+
+def test_random_arrivals_with_chunked_prompts_equal_the_model_without_cache() -> None:
+    model, chance = TinyModel(), random.Random(5)
+    engine, runner = make_engine(model, max_num_tokens=16, max_num_requests=4)
+    prompts = {f"r{i}": [chance.randrange(VOCAB) for _ in range(chance.randint(1, 50))] for i in range(12)}
+    counts = {name: chance.randint(1, 12) for name in prompts}
+    waiting, done = list(prompts), {}
+    while waiting or engine.has_work:
+        if waiting and chance.random() < 0.4:
+            name = waiting.pop(0)
+            engine.add_request(prompts[name], SamplingParams(max_tokens=counts[name]), request_id=name)
+        for update in engine.step():
+            if update.completion:
+                done[update.request_id] = list(update.completion.token_ids)
+    assert done == {name: model.greedy(prompts[name], counts[name]) for name in prompts}
+    assert max(model.calls) == 16
+    assert_nothing_left(engine, runner)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_preemption_changes_no_token(steps_in_flight: int) -> None:
+    model, chance = TinyModel(), random.Random(6)
+    engine, runner = make_engine(model, num_blocks=13, block_size=4, max_model_len=48, max_num_tokens=16, steps_in_flight=steps_in_flight)
+    prompts = [[chance.randrange(VOCAB) for _ in range(chance.randint(5, 20))] for _ in range(6)]
+    preemptions = count_preemptions(engine)
+    completions = engine.generate(prompts, SamplingParams(max_tokens=14))
+    assert [list(c.token_ids) for c in completions] == [model.greedy(prompt, 14) for prompt in prompts]
+    assert sum(preemptions.values()) > 0
+    assert_nothing_left(engine, runner)
+
+
+def count_preemptions(engine: object) -> dict[str, int]:
+    seen: dict[str, int] = {}
+    scheduler = engine.scheduler  # type: ignore[attr-defined]
+    preempt = scheduler._preempt
+
+    def counted(request: object, draft: object) -> None:
+        seen[request.request_id] = seen.get(request.request_id, 0) + 1  # type: ignore[attr-defined]
+        preempt(request, draft)
+
+    scheduler._preempt = counted
+    return seen
+
+
+def assert_nothing_left(engine: object, runner: object) -> None:
+    assert sorted(runner.slots.free_slots) == list(range(runner.config.max_num_requests))  # type: ignore[attr-defined]
+    assert engine.scheduler.pool.num_free == runner.num_blocks - 1  # type: ignore[attr-defined]
+
+
+def test_a_context_that_is_full_ends_the_request() -> None:
+    model = TinyModel()
+    engine, _ = make_engine(model, max_model_len=32)
+    (completion,) = engine.generate([[3] * 28])
+    assert (list(completion.token_ids), completion.finish_reason) == (model.greedy([3] * 28, 4), FinishReason.LENGTH)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_before_anything_is_scheduled() -> None:
+    engine, runner = make_engine(max_model_len=32)
+    with pytest.raises(PromptTooLongError, match="the prompt has 32 tokens; with max_model_len=32 a prompt may have 31"):
+        engine.generate([[1, 2], [3] * 32])
+    assert not engine.has_work
+    assert runner.module.calls == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [([], "the prompt is empty"), ([1, VOCAB], f"token 1 of the prompt is {VOCAB}"), ([-1], "token 0"), ("hello", "has no tokenizer")],
+)
+def test_bad_prompts_leave_other_requests_unharmed(prompt: object, text: str) -> None:
+    model = TinyModel()
+    engine, _ = make_engine(model)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=5), request_id="good")
+    engine.step()
+    with pytest.raises(RequestError, match=text):
+        engine.add_request(prompt)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="request id 'good' is in use"):
+        engine.add_request([1], request_id="good")
+    assert list(drain(engine)["good"].token_ids) == model.greedy([1, 2, 3], 5)
+
+
+def drain(engine: object) -> dict[str, Completion]:
+    updates: list[Update] = []
+    while engine.has_work:  # type: ignore[attr-defined]
+        updates += engine.step()  # type: ignore[attr-defined]
+    return {u.request_id: u.completion for u in updates if u.completion}
+
+
+def test_a_stop_token_ends_the_request_and_is_not_shown() -> None:
+    model = TinyModel()
+    tokens = model.greedy([10, 11], 8)
+    stop = tokens[5]
+    first = tokens.index(stop)
+    engine, runner = make_engine(model, LetterTokenizer([stop]))
+    (completion,) = engine.generate([[10, 11]], SamplingParams(max_tokens=8))
+    assert completion.finish_reason is FinishReason.STOP
+    assert list(completion.token_ids) == tokens[: first + 1]
+    assert completion.text == "".join(chr(t + 32) for t in tokens[:first])
+    assert_nothing_left(engine, runner)
+    (longer,) = engine.generate([[10, 11]], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert list(longer.token_ids) == tokens
+
+
+def test_a_stop_text_ends_the_request_and_its_beginning_is_held_back() -> None:
+    model = TinyModel()
+    text = "".join(chr(t + 32) for t in model.greedy([10, 11], 8))
+    engine, runner = make_engine(model, LetterTokenizer())
+    parts, completion = [], None
+    for _, update in engine.stream([[10, 11]], SamplingParams(max_tokens=8, stop=text[3:5])):
+        parts.append(update.text)
+        completion = update.completion
+    at = text.find(text[3:5])
+    assert completion is not None
+    assert (completion.finish_reason, completion.text) == (FinishReason.STOP, text[:at])
+    assert "".join(parts) == text[:at]
+    assert_nothing_left(engine, runner)
+
+
+def test_stop_texts_are_found_across_parts() -> None:
+    watch = StopText(["###", "END"])
+    assert [watch.add(part) for part in ("ab#", "#c", "E", "N", "Dx", "y")] == ["ab", "##c", "", "", "", ""]
+    assert watch.found
+
+
+def test_text_that_was_only_the_beginning_of_a_stop_text_comes_at_the_end() -> None:
+    watch = StopText(["END"])
+    assert (watch.add("thE"), watch.finish(), watch.found) == ("th", "E", False)
+
+
+def test_an_aborted_request_frees_everything() -> None:
+    engine, runner = make_engine()
+    engine.add_request([1, 2, 3], request_id="a")
+    engine.add_request([4, 5], SamplingParams(max_tokens=3), request_id="b")
+    engine.step()
+    engine.abort("a")
+    done = drain(engine)
+    assert {name: c.finish_reason for name, c in done.items()} == {"a": FinishReason.ABORT, "b": FinishReason.LENGTH}
+    assert_nothing_left(engine, runner)
+
+
+def test_closing_a_stream_cancels_its_requests() -> None:
+    engine, runner = make_engine()
+    stream = engine.stream([[1], [2]])
+    next(stream)
+    stream.close()
+    drain(engine)
+    assert_nothing_left(engine, runner)
+
+
+def test_seeded_sampling_is_the_same_alone_and_in_a_batch() -> None:
+    model = TinyModel()
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=6) for i in range(6)]
+    prompts = [[i + 1, 5, 9] for i in range(6)]
+    together = [c.token_ids for c in make_engine(model)[0].generate(prompts, params)]
+    alone = [make_engine(model)[0].generate([p], [s])[0].token_ids for p, s in zip(prompts, params, strict=True)]
+    assert together == alone
+    assert len(set(together)) == 6
+
+
+def test_an_unseeded_request_tells_its_seed() -> None:
+    model = TinyModel()
+    engine, _ = make_engine(model)
+    first, second = engine.generate([[1, 2]] * 2, SamplingParams(temperature=1.0, max_tokens=12))
+    assert first.seed != second.seed
+    (again,) = engine.generate([[1, 2]], SamplingParams(temperature=1.0, max_tokens=12, seed=first.seed))
+    assert again.token_ids == first.token_ids
+
+
+def test_a_wrong_number_of_parameters_is_refused() -> None:
+    with pytest.raises(RequestError, match="1 sampling parameters came for 2 prompts"):
+        make_engine()[0].generate([[1], [2]], [SamplingParams()])

@@ -23,3 +23,8 @@ def is_python_op(function: Any) -> bool:
 def call_cpu_kernel(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     """Call the CPU kernel of an OpOverload below the Python dispatch key: a dispatch mode then sees what the kernel calls, not the op."""
     return function.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments, **keywords)
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """Tells generators apart: a dispatch mode is given a new Python object for the same one. Can go when they compare equal."""
+    return int(generator._cdata)  # type: ignore[attr-defined]

@@ -18,7 +18,8 @@ from rung.graphs.program import GraphLaunch, PreboundBreak, ReplayProgram
 class _Capture:
     """One walk over the plan's steps. `step` is the one that runs, for error messages."""
 
-    def __init__(self, backend: GraphBackend, pool: GraphPool, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, backend: GraphBackend, pool: GraphPool, generators: Sequence[torch.Generator], inputs: Sequence[Any]) -> None:
+        self._outside = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, torch.Tensor)}  # asking the pool costs
         self._backend = backend
         self._pool = pool
         self._generators = generators
@@ -32,6 +33,7 @@ class _Capture:
             with self._backend.capture(self._pool, self._generators) as graph:
                 outputs = self._backend.call_piece(step, arguments)
             self.actions.append(GraphLaunch(step.name, graph))
+            self._backend.settle(graph)
             return outputs
         given = list(arguments)
         outputs = step.call(arguments)
@@ -53,7 +55,15 @@ class _Capture:
 
     def aliases(self, values: Sequence[Any]) -> list[Any]:
         """What a program may keep of values: memory of the pool without owning it, everything else strongly."""
-        return [self._pool.alias(value) if isinstance(value, torch.Tensor) else value for value in values]
+        return [self._alias(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() in self._outside:
+            return tensor
+        alias = self._pool.alias(tensor)
+        if alias is tensor:
+            self._outside.add(tensor.untyped_storage().data_ptr())  # held by the program from here on, so the address stays its own
+        return alias
 
     def release(self) -> None:
         for action in self.actions:
@@ -82,7 +92,7 @@ def capture_program(
     """Capture `plan` at the size of `descriptor`. `inputs` are views of static buffers, which the program keeps alive.
 
     Raises `CaptureError` with size, step and cause; what was captured for this descriptor until then is released."""
-    capture = _Capture(backend, pool, generators)
+    capture = _Capture(backend, pool, generators, inputs)
     try:
         outputs = capture.run(plan, inputs, descriptor.mode)
     except Exception as error:

@@ -122,10 +122,12 @@ class GraphManager:
         self.generation += 1  # captures overwrite what replays left in the pool
         if self._pool is None:
             self._pool = self.backend.new_pool()
-        with self.backend.session(), torch.no_grad():
+        held = self._pool.bytes()
+        with self.backend.session(), torch.inference_mode(False), torch.no_grad():
             for descriptor in descriptors:
                 try:
-                    entries.append(self._capture_one(descriptor, self._pool, prepare))
+                    entries.append(self._capture_one(descriptor, self._pool, prepare, held))
+                    held += entries[-1].pool_bytes
                 except CaptureError as error:
                     self.failed.add(descriptor)
                     failures.append(error)
@@ -137,8 +139,8 @@ class GraphManager:
             raise failures[0]
         return report
 
-    def _capture_one(self, descriptor: Descriptor, pool: GraphPool, prepare: Prepare) -> CaptureEntry:
-        started, bytes_before = time.perf_counter(), pool.bytes()
+    def _capture_one(self, descriptor: Descriptor, pool: GraphPool, prepare: Prepare, bytes_before: int) -> CaptureEntry:
+        started = time.perf_counter()
         inputs = self._views(descriptor)
         with prepare(descriptor):
             warm_up(self.plan, descriptor, inputs)
@@ -166,7 +168,8 @@ class GraphManager:
             program = self._programs.get(descriptor) or self._capture_now(descriptor)
             self.count_step(dispatch)
             self.generation += 1
-            program.replay()
+            with torch.no_grad():
+                program.replay()
             self.counters.add(Count.REPLAYS)
             return Outputs(program.outputs, self.generation, self._current_generation)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rung.errors import InputMismatchError, StaleOutputError
 
-RowDims = Sequence[int | None]  # for each output the dimension that counts rows, None when it has none
+OutputDims = Sequence[Mapping[int, str]]  # for each output the names of its dynamic dimensions
+Sizes = int | Mapping[str, int]  # the rows of a single dynamic dimension, or the size of each by name
 
 
 class Outputs:
@@ -38,13 +39,13 @@ class Outputs:
             )
         return list(self._flat)
 
-    def clone(self, rows: int | None = None, dims: RowDims | None = None) -> list[Any]:
-        """Copies that are the caller's, cut to `rows` along `dims` when given. Outputs that share memory get copies that do not."""
-        return [value.clone() if isinstance(value, torch.Tensor) else value for value in self.cut(rows, dims)]
+    def clone(self, sizes: Sizes | None = None, dims: OutputDims | None = None) -> list[Any]:
+        """Copies that are the caller's, cut to `sizes` when given. Outputs that share memory get copies that do not."""
+        return [value.clone() if isinstance(value, torch.Tensor) else value for value in self.cut(sizes, dims)]
 
-    def into(self, targets: Sequence[torch.Tensor | None], rows: int | None = None, dims: RowDims | None = None) -> None:
+    def into(self, targets: Sequence[torch.Tensor | None], sizes: Sizes | None = None, dims: OutputDims | None = None) -> None:
         """Copy into the caller's tensors, in order; None skips an output."""
-        flat = self.cut(rows, dims)
+        flat = self.cut(sizes, dims)
         if len(targets) != len(flat):
             raise InputMismatchError(
                 f"{len(targets)} targets were given for {len(flat)} outputs", hint="give one target, or None, an output"
@@ -57,10 +58,18 @@ class Outputs:
                 raise InputMismatchError(f"target {index} has shape {came}, the output is {list(getattr(value, 'shape', []))}")
             target.copy_(value)
 
-    def cut(self, rows: int | None, dims: RowDims | None = None) -> list[Any]:
-        """Borrowed outputs without their padded rows; without `dims` dimension 0 of every tensor counts rows."""
+    def cut(self, sizes: Sizes | None, dims: OutputDims | None = None) -> list[Any]:
+        """Borrowed outputs without their padding. Without `dims` dimension 0 of every tensor counts rows."""
         flat = self.borrow()
-        if rows is None:
+        if sizes is None:
             return flat
-        along = [0 if isinstance(value, torch.Tensor) and value.dim() else None for value in flat] if dims is None else dims
-        return [value if dim is None else value.narrow(dim, 0, min(rows, value.shape[dim])) for value, dim in zip(flat, along, strict=True)]
+        if dims is None:
+            dims = [{0: ""} if isinstance(value, torch.Tensor) and value.dim() else {} for value in flat]
+        return [_cut(value, names, sizes) for value, names in zip(flat, dims, strict=True)]
+
+
+def _cut(value: Any, names: Mapping[int, str], sizes: Sizes) -> Any:
+    for dim, name in names.items():
+        size = sizes if isinstance(sizes, int) else sizes[name]
+        value = value.narrow(dim, 0, min(size, value.shape[dim]))
+    return value

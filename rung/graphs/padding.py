@@ -29,11 +29,11 @@ def check_padding(
     *,
     names: Sequence[str] = (),
     seed: int = 0,
-) -> tuple[tuple[int, ...], ...]:
+) -> tuple[dict[int, str], ...]:
     """Run `run` on `inputs` exactly, and padded to `sizes` with the declared pad values and again with random ones; all must agree.
 
     `specs[i]` describes input i, None for an input without dynamic dimensions. `sizes` must be larger than the inputs in at least one named
-    dimension. Returns for each output the dimensions that grow with the padding, which is where padded rows are to be cut.
+    dimension. Returns for each output the names of its dynamic dimensions, which `Outputs.clone` cuts.
     Raises `PaddingError` naming the output and the first row that differs."""
     given = _actual_sizes(specs, inputs)
     _check_sizes(given, sizes)
@@ -41,11 +41,11 @@ def check_padding(
     exact = _snapshot(run(list(inputs)))
     declared = _snapshot(run(_padded(specs, inputs, sizes, None)))
     random = _snapshot(run(_padded(specs, inputs, sizes, generator)))
-    growing: list[tuple[int, ...]] = []
+    dims: list[dict[int, str]] = []
     for index, (want, first, second) in enumerate(zip(exact, declared, random, strict=True)):
         name = names[index] if index < len(names) else f"output {index}"
-        growing.append(_compare(name, want, first, second))
-    return tuple(growing)
+        dims.append(_compare(name, want, first, second, given, sizes))
+    return tuple(dims)
 
 
 def _actual_sizes(specs: Sequence[BufferSpec | None], inputs: Sequence[Any]) -> dict[str, int]:
@@ -92,20 +92,26 @@ def _snapshot(outputs: Sequence[Any]) -> list[Any]:
     return [value.clone() if isinstance(value, torch.Tensor) else value for value in outputs]
 
 
-def _compare(name: str, exact: Any, declared: Any, random: Any) -> tuple[int, ...]:
-    """The dimensions along which the padded output is larger. Raises where real elements depend on the padding."""
+def _compare(name: str, exact: Any, declared: Any, random: Any, given: Mapping[str, int], sizes: Mapping[str, int]) -> dict[int, str]:
+    """The dynamic dimensions of one output. Raises where real elements depend on the padding."""
     if not isinstance(exact, torch.Tensor):
-        return ()
-    if exact.dim() != declared.dim() or any(a > b for a, b in zip(exact.shape, declared.shape, strict=True)):
+        return {}
+    pairs = list(zip(exact.shape, declared.shape, strict=False))
+    names = {dim: _symbol(a, b, given, sizes) for dim, (a, b) in enumerate(pairs) if a != b}
+    if exact.dim() != declared.dim() or None in names.values():
         raise PaddingError(
             f"{name} has shape {list(exact.shape)}, padded {list(declared.shape)}: padded rows cannot be cut off",
             hint="run this module at exact sizes (no pad=)",
         )
-    grown = tuple(dim for dim, (a, b) in enumerate(zip(exact.shape, declared.shape, strict=True)) if a != b)
     real = tuple(slice(0, size) for size in exact.shape)
     _refuse_difference(name, declared[real], random[real], "under two different paddings")
     _refuse_difference(name, exact, declared[real], "between the exact size and the padded one")
-    return grown
+    return {dim: symbol for dim, symbol in names.items() if symbol is not None}
+
+
+def _symbol(exact: int, padded: int, given: Mapping[str, int], sizes: Mapping[str, int]) -> str | None:
+    """The named dimension that has these two sizes."""
+    return next((name for name, size in given.items() if (size, sizes[name]) == (exact, padded)), None)
 
 
 def _refuse_difference(name: str, first: torch.Tensor, second: torch.Tensor, where: str) -> None:

@@ -49,7 +49,16 @@ class PreboundBreak:
             elif not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
                 self._refuse(f"{old.dtype} {list(old.shape)} as output {index}", _describe(new))
             elif new.data_ptr() != old.data_ptr() or new.stride() != old.stride():
-                old.copy_(new)
+                self._land(old, new, index)
+
+    def _land(self, old: torch.Tensor, new: torch.Tensor, index: int) -> None:
+        """Copy to the address of the capture. Along expanded dimensions one element stands for all, in both or it cannot be copied."""
+        for dim, (stride, size) in enumerate(zip(old.stride(), old.shape, strict=True)):
+            if stride == 0 and size > 1:
+                if new.stride(dim) != 0:
+                    self._refuse(f"an expanded tensor as output {index}", "one that is not")
+                old, new = old.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
+        old.copy_(new)
 
     def _refuse(self, expected: str, came: str) -> None:
         raise CaptureError(

@@ -154,4 +154,4 @@ def data(rows: int, seed: int, device: torch.device | str = "cpu") -> torch.Tens
 def run_padded(manager: GraphManager, descriptor: Descriptor, x: torch.Tensor) -> list[Any]:
     """Write, run, take the rows of `x`."""
     manager.inputs[0].write(x, descriptor.sizes("tokens"))
-    return manager.run(descriptor).clone(rows=x.shape[0])
+    return manager.run(descriptor).clone(x.shape[0])

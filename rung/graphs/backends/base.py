@@ -82,5 +82,9 @@ class GraphBackend(ABC):
         """Call a compiled piece inside a capture. The piece may clear `arguments`."""
 
     @abstractmethod
+    def settle(self, graph: CapturedGraph) -> None:
+        """Make the results of a graph just captured real, where capturing did not execute it: a break that follows may index with them."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait for the device."""

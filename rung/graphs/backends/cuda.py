@@ -167,6 +167,9 @@ class CudaBackend(GraphBackend):
     def call_piece(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
         return step.call(arguments)
 
+    def settle(self, graph: CapturedGraph) -> None:
+        graph.replay()
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 

@@ -7,8 +7,9 @@ work once, and memory that eager code reads through numpy or ctypes is invisible
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from rung.compile.bound import BoundStep
 from rung.errors import CaptureError, InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
 from rung.graphs.backends.recorded_memory import RecordedPool, alias_of, plain_tensors, storage_key
-from rung.torch_compat_dispatch import TorchDispatchMode, call_cpu_kernel, is_python_op
+from rung.torch_compat_dispatch import TorchDispatchMode, call_cpu_kernel, generator_key, is_python_op, storage_use_count
 
 _EMPTY = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"})
 
@@ -63,7 +64,7 @@ class RecordedGraph(CapturedGraph):
         if self.released:
             raise InternalError("a released graph was replayed")
         self._pool.scramble_for(self._index)
-        with plain_tensors(), torch.autocast("cpu", enabled=False):
+        with plain_tensors(), _without_autocast():
             for record in self.records:
                 record.replay()
         self._pool.written(self._written)
@@ -82,7 +83,7 @@ class _Recorder(TorchDispatchMode):
         self._pool = pool
         self._index = index
         self._graph = graph
-        self._generators = (torch.default_generator, *generators)
+        self._generators = {generator_key(generator) for generator in (torch.default_generator, *generators)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -114,7 +115,7 @@ class _Recorder(TorchDispatchMode):
                 hint="keep lengths and indices on the device inside a graph, or mark the code with an eager break",
             )
         for value in (*args, *keywords.values()):
-            if isinstance(value, torch.Generator) and value not in self._generators:
+            if isinstance(value, torch.Generator) and generator_key(value) not in self._generators:
                 raise CaptureError(
                     f"{func._schema.name} draws from a generator that is not registered: every replay would draw the same numbers",
                     hint="pass the generator to the graph manager (generators=[...])",
@@ -129,10 +130,14 @@ class _Recorder(TorchDispatchMode):
 
     def _land_results(self, record: Record, outputs: Any) -> bool:
         """Note the results with memory of their own. Results inside of an argument are views, or were written in place."""
-        given = {storage_key(value) for value in pytree.tree_leaves((record.arguments, record.keywords)) if isinstance(value, torch.Tensor)}
+        given = {storage_key(value) for value in _tensors((record.arguments, record.keywords))}
+        shared = Counter(storage_key(value) for value in _tensors(outputs))
+        # Nobody else holds memory that the call allocated. A piece may also return a view of a parameter: no memory of the pool.
+        fresh = {storage_key(value) for value in _tensors(outputs) if storage_use_count(value) == shared[storage_key(value)]}
         for index, value in enumerate(pytree.tree_leaves(outputs)):
             if isinstance(value, torch.Tensor) and value.numel() and storage_key(value) not in given:
-                self._pool.add(value, self._index)
+                if storage_key(value) in fresh:
+                    self._pool.add(value, self._index)
                 record.results.append((index, self._alias(value)))
         return bool(record.results)
 
@@ -191,12 +196,24 @@ class RecordedBackend(GraphBackend):
         finally:
             recorder.__enter__()  # type: ignore[no-untyped-call]
 
+    def settle(self, graph: CapturedGraph) -> None:
+        return None  # recording executes
+
     def synchronize(self) -> None:
         return None
 
 
+def _without_autocast() -> AbstractContextManager[Any]:
+    """The casts of the capture are in the record already."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+
+
 def _call_piece(call: Callable[[list[Any]], Sequence[Any]], arguments: Sequence[Any]) -> list[Any]:
     return list(call(list(arguments)))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _land(fresh: torch.Tensor, target: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from rung.compile.entry import Entry
 from rung.compile.fingerprint import RuntimeState
+from rung.compile.variant import Variant
 from rung.config import CompileConfig
 from rung.counters import Counters
 from rung.errors import ConfigError
@@ -55,6 +56,15 @@ class Handle(RuntimeState):
             why = f" ({item['reason']})" if item["reason"] else ""
             lines.append(f"{item['source']}{why}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
         return "\n".join(lines) or "nothing was compiled yet: call the module once"
+
+    def capture(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        """Capture graphs for `sizes` of the dynamic dimension now, instead of at the first call of each. The arguments are those of a call,
+        with valid values; their rows are repeated."""
+        variant, inputs = self._entry.prepare_call(*args, **kwargs)
+        capture = getattr(variant.run, "capture", None)
+        if capture is None:
+            raise ConfigError("nothing to capture: the module was wrapped without graphs", hint='pass graphs="piecewise", "full" or "auto"')
+        capture(sizes, inputs)
 
     def weights_changed(self) -> None:
         """Tell that parameters or buffers were replaced (not updated in place)."""
@@ -142,7 +152,13 @@ def _config(config: CompileConfig | None, options: Mapping[str, Any]) -> Compile
 
 
 def _entry(function: Callable[..., Any], config: CompileConfig) -> Entry:
-    return Entry(function, config)
+    return Entry(function, config, prepare=_add_graphs if config.graphs != "none" else None)
+
+
+def _add_graphs(entry: Entry, variant: Variant) -> None:
+    from rung.graphs.wrapped import WrappedGraphs
+
+    variant.run = WrappedGraphs(variant.compiled, entry.config, entry.counters)
 
 
 def _method(module: nn.Module, name: str) -> Callable[..., Any]:

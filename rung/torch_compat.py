@@ -11,13 +11,15 @@ import hashlib
 import re
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree  # public only as torch.utils._pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # there is no public name
 
 OpOverload = torch._ops.OpOverload  # one overload of a registered op
 compile_lock = threading.RLock()  # torch's compiler and its configuration are process-wide: one compile at a time
@@ -404,6 +406,40 @@ def device_factors(device: torch.device) -> dict[str, str]:
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": str(properties.multi_processor_count),
     }
+
+
+# --- dispatch, for the recorded graph backend ----------------------------------------------------------------------------------------
+
+
+def tree_leaves(values: Any) -> list[Any]:
+    """The leaves of nested tuples, lists and dicts."""
+    return list(pytree.tree_leaves(values))
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Apply `function` to every tensor of nested tuples, lists and dicts."""
+    return pytree.tree_map_only(torch.Tensor, function, values)
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors share the storage of `tensor`, itself included. Can go when torch shows publicly that memory is free."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # one reference is `storage` itself
+
+
+def is_python_op(function: Any) -> bool:
+    """Whether an OpOverload was defined from Python, so that its kernels are Python too."""
+    return bool(getattr(function, "_defined_in_python", False))
+
+
+def call_cpu_kernel(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Call the CPU kernel of an OpOverload below the Python dispatch key: a dispatch mode then sees what the kernel calls, not the op."""
+    return function.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments, **keywords)
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """Tells generators apart: a dispatch mode is given a new Python object for the same one. Can go when they compare equal."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
 
 
 # --- health --------------------------------------------------------------------------------------------------------------------------

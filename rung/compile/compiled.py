@@ -28,13 +28,15 @@ class CompiledFunction:
     def rebind(self, owner: Mapping[str, Any]) -> None:
         """Read the module's parameters and buffers again and make the stitched code anew. `owner` maps the traced name of self."""
         self.weights = {n: path.resolve(owner) for n, path in enumerate(self.plan.inputs) if path.dim is None and path.local in owner}
-        self.arguments = [n for n, path in enumerate(self.plan.inputs) if path.dim is None and n not in self.weights]
+        order = {path: index for index, (path, _) in enumerate(self.plan.tensors)}  # as in the signature, not as first used in the graph
+        arguments = [n for n, path in enumerate(self.plan.inputs) if path.dim is None and n not in self.weights]
+        self.arguments = sorted(arguments, key=lambda n: order.get(self.plan.inputs[n], n))
         calls = [self._call_of(step) for step in self.plan.steps]
         self.steps: tuple[BoundStep, ...] = tuple(
             BoundStep("break" if step.piece is None else "piece", step.name, call)
             for step, call in zip(self.plan.steps, calls, strict=True)
         )
-        self.source: Source = stitch(self.plan, calls, self.weights)
+        self.source: Source = stitch(self.plan, calls, self.weights, self.arguments)
         self.stitched = self.source.build("stitched")
         self._restore: Callable[..., Any] = restorer(self.plan, self.arguments, self.weights).build("restore")
         self._last = last_uses(self.plan)

@@ -74,6 +74,13 @@ class Entry(RuntimeState):
             return self.function(*args, **kwargs)
         return self.variant(bound.arguments, found).call(bound.arguments)
 
+    def prepare_call(self, *args: Any, **kwargs: Any) -> tuple[Variant, list[Any]]:
+        """The variant for these arguments and the tensors that its `run` takes, without running it."""
+        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        variant = self.variant(bound.arguments)
+        return variant, variant.inputs(bound.arguments)
+
     def variant(self, locals_: Mapping[str, Any], found: list[Leaf] | None = None) -> Variant:
         """The variant for these bound arguments, compiled or loaded if it is new."""
         found = leaves(locals_) if found is None else found
@@ -128,6 +135,7 @@ class Entry(RuntimeState):
         """Read the module's tensors again, after parameters were replaced."""
         with self._lock:
             for variant in self.variants.values():
+                variant.release()
                 locals_ = {variant.compiled.plan.inputs[n].local: self.owner for n in variant.compiled.weights}
                 variant.compiled.rebind(locals_)
             self._fast = None
@@ -135,6 +143,8 @@ class Entry(RuntimeState):
     def release(self) -> None:
         """Drop all variants."""
         with self._lock:
+            for variant in self.variants.values():
+                variant.release()
             self.variants.clear()
             self._fast = None
 
@@ -150,4 +160,8 @@ class Entry(RuntimeState):
         return Entry(function, self.config, prepare=self._prepare)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Entry, (self.function, self.config))
+        return (_rebuild, (self.function, self.config, self._prepare))
+
+
+def _rebuild(function: Callable[..., Any], config: CompileConfig, prepare: Callable[[Entry, Variant], None] | None) -> Entry:
+    return Entry(function, config, prepare=prepare)

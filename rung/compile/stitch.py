@@ -52,14 +52,10 @@ def last_uses(plan: CompilePlan) -> dict[int, int]:
     return last
 
 
-def tensor_arguments(plan: CompilePlan, is_argument: Callable[[Any], bool]) -> list[int]:
-    """Value numbers of the graph inputs that the caller passes, in traced order."""
-    return [number for number, path in enumerate(plan.inputs) if path.dim is None and is_argument(path)]
-
-
-def stitch(plan: CompilePlan, calls: Sequence[Callable[[list[Any]], Sequence[Any]]], weights: Mapping[int, Any]) -> Source:
-    """`stitched(*tensors) -> list of flat outputs`; `weights` are the bound graph inputs by value number."""
-    arguments = [number for number, path in enumerate(plan.inputs) if path.dim is None and number not in weights]
+def stitch(
+    plan: CompilePlan, calls: Sequence[Callable[[list[Any]], Sequence[Any]]], weights: Mapping[int, Any], arguments: Sequence[int]
+) -> Source:
+    """`stitched(*tensors) -> list of flat outputs`; `weights` are the bound graph inputs by value number, `arguments` the others."""
     source = Source("stitched", ", ".join(f"v{number}" for number in arguments))
     for number, value in weights.items():
         source.bind(value, f"v{number}")

@@ -34,8 +34,18 @@ class Variant:
     def call(self, locals_: Mapping[str, Any]) -> Any:
         """Run for arguments that are known to have this variant's signature; checks the relations between sizes."""
         self.check_sizes(locals_)
-        inputs = [self.compiled.plan.inputs[number].resolve(locals_) for number in self.compiled.arguments]
-        return self.run(*(value.contiguous() if isinstance(value, torch.Tensor) else value for value in inputs))
+        return self.run(*self.inputs(locals_))
+
+    def inputs(self, locals_: Mapping[str, Any]) -> list[Any]:
+        """The tensors that `run` takes. Code was generated for contiguous ones, so others are copied."""
+        values = [self.compiled.plan.inputs[number].resolve(locals_) for number in self.compiled.arguments]
+        return [value.contiguous() if isinstance(value, torch.Tensor) else value for value in values]
+
+    def release(self) -> None:
+        """Free graphs, if `run` holds any."""
+        release = getattr(self.run, "release", None)
+        if release is not None:
+            release()
 
     def check_sizes(self, locals_: Mapping[str, Any]) -> None:
         """Raise `InputMismatchError` naming both arguments when sizes disagree, or the argument whose size is above the bound."""

@@ -1,5 +1,6 @@
 """The runner: request slots, block tables, inputs, scheduler, sampler, and the engine on top."""
 
+from rung.runner.build import StartUp, build_engine, build_runner
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Completion, Engine, Update
 from rung.runner.executor import Executor, InProcessExecutor
@@ -30,6 +31,9 @@ __all__ = [
     "RunnerConfig",
     "SamplingParams",
     "Scheduler",
+    "StartUp",
     "StepPlan",
     "Update",
+    "build_engine",
+    "build_runner",
 ]

@@ -24,6 +24,8 @@ class RunnerConfig:
     long_prefill_chunk: int | None = None  # at most this many prompt tokens of one request in a step; None: the whole budget
     steps_in_flight: int = 2  # steps enqueued before the oldest one's tokens are read
     graphs: Mode = "none"
+    capture_sizes: tuple[int, ...] | None = None  # None: the default ladder
+    lazy_capture: bool = False  # capture each size at its first step
     attention_backend: str = "auto"
     eager: bool = False  # run the model uncompiled
 

@@ -68,13 +68,14 @@ class ModelRunner:
         ops: StepOps | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        counters: Counters | None = None,
     ) -> None:
         first = next(module.parameters())
         self.module = module
         self.config = config
         self.device = torch.device(device) if device is not None else first.device
         self.dtype = dtype or first.dtype
-        self.counters = Counters()
+        self.counters = Counters() if counters is None else counters
         self.forward = forward or EagerForward(module, self.counters)
         self.layers = attention_layers(module)
         if not self.layers:

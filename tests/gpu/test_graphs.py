@@ -121,7 +121,7 @@ def test_failure_in_the_middle_spares_the_rest(kind: str) -> None:
     plan = ToyPlan([plan.walk[0], (brk("break_01", fails_at_four), ("q",), ("r",)), plan.walk[2]], plan.results)
     manager = make_manager(plan, device=CUDA)
     descriptors = plan_descriptors(SMALL, ConfiguredMode.FULL)
-    with pytest.raises(CaptureError, match="4 tokens.*break_01") as error:
+    with pytest.raises(CaptureError, match=r"4 tokens.*break_01") as error:
         manager.capture(descriptors)
     assert error.value.size == 4
     assert manager.failed == {FULL_4}

@@ -14,13 +14,20 @@ from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rung.compile.bound import BoundStep
 from rung.errors import CaptureError, InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
 from rung.graphs.backends.recorded_memory import RecordedPool, alias_of, plain_tensors, storage_key
-from rung.torch_compat_dispatch import TorchDispatchMode, call_cpu_kernel, generator_key, is_python_op, storage_use_count
+from rung.torch_compat import (
+    TorchDispatchMode,
+    call_cpu_kernel,
+    generator_key,
+    is_python_op,
+    map_tensors,
+    storage_use_count,
+    tree_leaves,
+)
 
 _EMPTY = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"})
 
@@ -39,7 +46,7 @@ class Record:
     def replay(self) -> None:
         outputs = self.call(*self.arguments, **self.keywords)
         if self.results:
-            flat = pytree.tree_leaves(outputs)
+            flat = tree_leaves(outputs)
             for index, target in self.results:
                 _land(flat[index], target)
 
@@ -123,7 +130,7 @@ class _Recorder(TorchDispatchMode):
 
     def _freeze(self, values: Any) -> Any:
         """Tensors as aliases with the metadata of now, everything else as it is. The pool does not count ours as use."""
-        return pytree.tree_map_only(torch.Tensor, self._alias, values)
+        return map_tensors(self._alias, values)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._pool.alias(tensor) if self._pool.owns(tensor) else alias_of(tensor)
@@ -134,7 +141,7 @@ class _Recorder(TorchDispatchMode):
         shared = Counter(storage_key(value) for value in _tensors(outputs))
         # Nobody else holds memory that the call allocated. A piece may also return a view of a parameter: no memory of the pool.
         fresh = {storage_key(value) for value in _tensors(outputs) if storage_use_count(value) == shared[storage_key(value)]}
-        for index, value in enumerate(pytree.tree_leaves(outputs)):
+        for index, value in enumerate(tree_leaves(outputs)):
             if isinstance(value, torch.Tensor) and value.numel() and storage_key(value) not in given:
                 if storage_key(value) in fresh:
                     self._pool.add(value, self._index)
@@ -213,7 +220,7 @@ def _call_piece(call: Callable[[list[Any]], Sequence[Any]], arguments: Sequence[
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _land(fresh: torch.Tensor, target: torch.Tensor) -> None:

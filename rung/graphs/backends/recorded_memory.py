@@ -10,7 +10,7 @@ import torch
 
 from rung.errors import CaptureError
 from rung.graphs.backends.base import GraphPool
-from rung.torch_compat_dispatch import storage_use_count
+from rung.torch_compat import storage_use_count
 
 
 @contextmanager

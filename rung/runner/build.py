@@ -1,0 +1,146 @@
+"""Put a runner or an engine together from a model: attention backend, compile, KV cache, ladder, capture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rung.attention import AttentionBackend, AttentionSpec, CaptureSupport, attention_layers
+from rung.attention.select import select_backend
+from rung.compile.compiled import CompiledFunction
+from rung.compile.driver import CompileReport
+from rung.compile.entry import Entry
+from rung.config import CompileConfig
+from rung.counters import Counters
+from rung.errors import ConfigError
+from rung.graphs import CaptureReport, ConfiguredMode, Ladder, make_backend, plan_descriptors, resolve_mode
+from rung.runner.config import RunnerConfig
+from rung.runner.engine import Engine
+from rung.runner.executor import InProcessExecutor
+from rung.runner.forward import EagerForward, Forward
+from rung.runner.graph_forward import DIM, GraphForward
+from rung.runner.model_runner import ModelRunner
+from rung.runner.scheduler import Scheduler
+from rung.runner.text import Tokenizer
+
+
+@dataclass(slots=True)
+class StartUp:
+    """What building a runner took and chose."""
+
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    attention: str = ""  # the attention backend and why
+    compile: CompileReport | None = None
+    capture: CaptureReport | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """The chosen backend of each kind of layer, and what all of them can capture."""
+
+    make: Callable[[AttentionSpec], AttentionBackend]
+    support: CaptureSupport
+    why: str
+
+
+def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters | None = None) -> tuple[ModelRunner, StartUp]:
+    """A runner for `module` (see `ModelRunner`), compiled and captured as `config` says. The module lies on its device already."""
+    counters = Counters() if counters is None else counters
+    start = StartUp()
+    device, dtype = _place(module)
+    attention = _choose_attention(module, config, dtype, device)
+    start.attention = attention.why
+    forward: Forward = EagerForward(module, counters)
+    if not config.eager:
+        with start.phase("compile"):
+            compiled, start.compile = compile_model(module, device, config.max_num_tokens, counters)
+        forward = _graph_forward(compiled, module, config, attention.support, device, counters)
+    elif config.graphs != "none":
+        raise ConfigError("graphs need a compiled model, and eager=True asks for none", hint='use graphs="none", or eager=False')
+    with start.phase("allocate"):
+        runner = ModelRunner(module, config, backend=attention.make, forward=forward, counters=counters)
+    if isinstance(forward, GraphForward) and forward.descriptors:
+        with start.phase("capture"):
+            start.capture = forward.capture(runner.dummy_context, lazy=config.lazy_capture)
+    return runner, start
+
+
+def build_engine(
+    module: nn.Module, config: RunnerConfig, *, tokenizer: Tokenizer | None = None, stop_token_ids: Sequence[int] = ()
+) -> tuple[Engine, ModelRunner, StartUp]:
+    """An engine in this process. `module` must have a `config` with `vocab_size`."""
+    runner, start = build_runner(module, config)
+    vocab_size: int = module.config.vocab_size  # type: ignore[union-attr, assignment]
+    engine = Engine(
+        InProcessExecutor(runner),
+        Scheduler(config, runner.num_blocks),
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids,
+    )
+    return engine, runner, start
+
+
+def compile_model(
+    module: nn.Module, device: torch.device, max_num_tokens: int, counters: Counters
+) -> tuple[CompiledFunction, CompileReport]:
+    """Compile `module.forward(input_ids, positions)` with a dynamic token dimension; takes (input_ids int32, positions int64)."""
+    config = CompileConfig(dynamic={"input_ids": {0: DIM}, "positions": {0: DIM}}, maximum=max_num_tokens)
+    entry = Entry(module.forward, config, counters)
+    example = {
+        "input_ids": torch.zeros(2, dtype=torch.int32, device=device),
+        "positions": torch.arange(2, device=device),
+    }
+    with torch.no_grad():
+        variant = entry.variant(example)
+    return variant.compiled, variant.report
+
+
+def _graph_forward(
+    compiled: CompiledFunction, module: Any, config: RunnerConfig, support: CaptureSupport, device: torch.device, counters: Counters
+) -> GraphForward:
+    mode = ConfiguredMode(config.graphs)
+    if config.capture_sizes is None:
+        ladder = Ladder.for_requests(config.max_num_requests, max_num_tokens=config.max_num_tokens)
+    else:
+        ladder = Ladder.custom(config.capture_sizes)
+    descriptors = plan_descriptors(ladder, mode, max_num_requests=config.max_num_requests, capture_support=support)
+    return GraphForward(
+        compiled,
+        make_backend(device),
+        descriptors,
+        config,
+        vocab_size=module.config.vocab_size,
+        device=device,
+        resolved=resolve_mode(mode, support),
+        counters=counters,
+    )
+
+
+def _choose_attention(module: nn.Module, config: RunnerConfig, dtype: torch.dtype, device: torch.device) -> _Attention:
+    specs = dict.fromkeys(layer.spec for layer in attention_layers(module).values())
+    chosen = {spec: select_backend(spec, dtype, device, config.block_size, config.attention_backend) for spec in specs}
+    if not chosen:
+        raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
+    return _Attention(
+        make=lambda spec: chosen[spec][0](spec),
+        support=min(backend.capture_support for backend, _ in chosen.values()),
+        why="; ".join(dict.fromkeys(why for _, why in chosen.values())),
+    )
+
+
+def _place(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    first = next(module.parameters())
+    return first.device, first.dtype

@@ -442,6 +442,12 @@ def generator_key(generator: torch.Generator) -> int:
     return int(generator._cdata)  # type: ignore[attr-defined]
 
 
+def end_allocation_to_pool(device: torch.device, handle: tuple[int, int]) -> None:
+    """Take the caching allocator out of capture mode after a capture that could not be ended: until then it refuses `empty_cache` and
+    retries after running out of memory (pytorch/pytorch#190308). Raises when the failed end has done it already."""
+    torch._C._cuda_endAllocateToPool(device.index or 0, handle)
+
+
 # --- health --------------------------------------------------------------------------------------------------------------------------
 
 PROBES = (

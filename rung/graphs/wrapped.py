@@ -39,7 +39,6 @@ class WrappedGraphs:
         self.config = config
         self.counters = counters
         specs = dict(compiled.plan.tensors)
-        names = compiled.input_names
         self._specs = [
             _buffer_spec(name, specs[compiled.plan.inputs[n]]) for name, n in zip(compiled.input_names, compiled.arguments, strict=True)
         ]

@@ -223,8 +223,9 @@ def test_view_of_a_parameter_that_a_piece_returns_is_not_the_pools() -> None:
     weight = torch.ones(4, 4) * 3
     plan = ToyPlan(
         [
-            (piece("piece_00", lambda x: (weight.t(),)), ("x",), ("w",)),
-            (piece("piece_01", lambda x, w: (x @ w,)), ("x", "w"), ("y",)),
+            (piece("piece_00", lambda x: (x + 1,)), ("x",), ("a",)),
+            (piece("piece_01", lambda a: (a, weight.t())), ("a",), ("b", "w")),
+            (piece("piece_02", lambda b, w: (b @ w,)), ("b", "w"), ("y",)),
         ],
         ("y",),
     )

@@ -44,19 +44,23 @@ class ToyPlan:
         return tuple(flat)
 
 
-def piece(name: str, function: Callable[..., Sequence[Any]]) -> BoundStep:
-    """A piece that clears its list, as compiled code does."""
+def _clearing(function: Callable[..., Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Takes its list apart, as compiled code does."""
 
     def call(arguments: list[Any]) -> Sequence[Any]:
         values = tuple(arguments)
         arguments.clear()
         return function(*values)
 
-    return BoundStep("piece", name, call)
+    return call
+
+
+def piece(name: str, function: Callable[..., Sequence[Any]]) -> BoundStep:
+    return BoundStep("piece", name, _clearing(function))
 
 
 def brk(name: str, function: Callable[..., Sequence[Any]]) -> BoundStep:
-    return BoundStep("break", name, lambda arguments: function(*arguments))
+    return BoundStep("break", name, _clearing(function))
 
 
 def only(step: BoundStep) -> ToyPlan:

@@ -12,6 +12,7 @@ import torch
 from rung.compile.bound import BoundStep
 from rung.errors import InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
+from rung.torch_compat import end_allocation_to_pool
 
 _TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by item size; the true type is put back with view(dtype)
 
@@ -160,8 +161,7 @@ class CudaBackend(GraphBackend):
         try:
             graph.capture_end()
         except BaseException:
-            captured.graph = None
-            pool.renew()
+            self._give_up(captured, pool)
             raise
 
     def call_piece(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
@@ -173,15 +173,20 @@ class CudaBackend(GraphBackend):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    @staticmethod
-    def _abandon(captured: CudaGraph, pool: CudaPool) -> None:
-        """End a capture that failed. The error that counts is the one that is already on its way."""
+    def _abandon(self, captured: CudaGraph, pool: CudaPool) -> None:
+        """End a capture whose body failed. The error that counts is the one that is already on its way."""
         assert captured.graph is not None
         try:
             captured.graph.capture_end()
         except Exception:
-            captured.graph = None
-            with suppress(Exception):
-                pool.renew()
+            self._give_up(captured, pool)
         else:
             captured.release()
+
+    def _give_up(self, captured: CudaGraph, pool: CudaPool) -> None:
+        """After a capture that was invalidated and could not be ended in order."""
+        captured.graph = None
+        with suppress(Exception):
+            end_allocation_to_pool(self.device, pool.handle)
+        with suppress(Exception):
+            pool.renew()

@@ -46,7 +46,7 @@ class Record:
     def replay(self) -> None:
         outputs = self.call(*self.arguments, **self.keywords)
         if self.results:
-            flat = tree_leaves(outputs)
+            flat = (outputs,) if isinstance(outputs, torch.Tensor) else tree_leaves(outputs)
             for index, target in self.results:
                 _land(flat[index], target)
 
@@ -224,14 +224,15 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _land(fresh: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a result to the address of the capture: the whole storage when it has the same size, which keeps overlapping strides intact."""
-    source, place = fresh.untyped_storage(), target.untyped_storage()
-    if source.data_ptr() == place.data_ptr():
+    """Copy a result to the address of the capture."""
+    if fresh.data_ptr() == target.data_ptr():
         return
-    if source.nbytes() == place.nbytes() and fresh.stride() == target.stride() and fresh.storage_offset() == target.storage_offset():
-        place.copy_(source)
-    else:
-        target.copy_(fresh)
+    if 0 in target.stride():  # one element stands for many, which copy_ refuses to write: copy the memory behind both
+        place, source = target.untyped_storage(), fresh.untyped_storage()
+        if fresh.stride() == target.stride() and fresh.storage_offset() == target.storage_offset() and source.nbytes() == place.nbytes():
+            place.copy_(source)
+            return
+    target.copy_(fresh)
 
 
 def _waits_for_device(func: Any, args: Any, keywords: dict[str, Any]) -> bool:

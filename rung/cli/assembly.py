@@ -1,31 +1,25 @@
-"""Puts the layers together: a decoder, its compiled plan and graphs, a runner, an engine. Every phase is timed."""
+"""From a name to a decoder, and from a mode to the settings of a runner."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from rung.attention import AttentionBackend, attention_layers
-from rung.attention.select import select_backend
-from rung.cli.ordered import OrderedPlan
 from rung.cli.phases import Phases
-from rung.compile.bound import BoundPlan
-from rung.compile.driver import CompileReport
-from rung.compile.entry import Entry
-from rung.config import CompileConfig
-from rung.counters import Counters
-from rung.errors import ConfigError
-from rung.graphs import ConfiguredMode, Ladder, make_backend, plan_descriptors
-from rung.graphs.dispatch import resolve_mode
 from rung.models import SHAPES, LlamaConfig, LlamaForCausalLM, Tokenizer, load_model, random_model
-from rung.runner import EagerForward, Engine, Forward, InProcessExecutor, ModelRunner, RunnerConfig, Scheduler
-from rung.runner.graph_forward import GraphForward
+from rung.runner import StartUp
 
 MODES = ("auto", "eager", "compiled", "piecewise", "full")
-_GRAPHS = {"auto": ConfiguredMode.FULL_AND_PIECEWISE, "piecewise": ConfiguredMode.PIECEWISE, "full": ConfiguredMode.FULL}
-CPU_SIZES = (1, 2, 4, 8, 16, 32, 64)  # a capture is as slow as two steps there, and padded rows cost real time
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "auto": {"graphs": "full_and_piecewise"},
+    "eager": {"graphs": "none", "eager": True},
+    "compiled": {"graphs": "none"},
+    "piecewise": {"graphs": "piecewise"},
+    "full": {"graphs": "full"},
+}
+_CPU_SIZES = (1, 2, 4, 8, 16, 32, 64)  # a capture is as slow as two steps there, and padded rows cost real time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,85 +40,23 @@ def open_decoder(name: str, dtype: torch.dtype, device: torch.device, *, shapes:
     return Decoder(name=name, module=loaded.module, config=loaded.config, tokenizer=loaded.optional_tokenizer)
 
 
-def compile_decoder(decoder: Decoder, device: torch.device, phases: Phases, counters: Counters) -> tuple[BoundPlan, CompileReport]:
-    """The decoder's forward as a bound plan, compiled or loaded from the store; the module itself stays eager."""
-    config = CompileConfig(dynamic={"input_ids": {0: "tokens"}, "positions": {0: "tokens"}})
-    entry = Entry(decoder.module.forward, config, counters)
-    example = {
-        "input_ids": torch.zeros(2, dtype=torch.int32, device=device),
-        "positions": torch.zeros(2, dtype=torch.int64, device=device),
-    }
-    with torch.no_grad():
-        variant = entry.variant(example)
-    phases.add_compile(variant.report.seconds)
-    return OrderedPlan(variant.compiled, tuple(example)), variant.report
+def runner_settings(mode: str, device: torch.device) -> dict[str, Any]:
+    """Fields of a `RunnerConfig` for one of `MODES`. On a CPU few sizes are captured, each at its first step."""
+    settings = {**_SETTINGS[mode], "max_num_tokens": token_budget(device)}
+    if device.type != "cuda" and settings["graphs"] != "none":
+        settings |= {"capture_sizes": _CPU_SIZES, "lazy_capture": True}
+    return settings
 
 
-def attention_backend(decoder: Decoder, config: RunnerConfig, device: torch.device, dtype: torch.dtype) -> type[AttentionBackend]:
-    """The one backend that serves the decoder's layers."""
-    layers = attention_layers(decoder.module)
-    chosen = {select_backend(spec.spec, dtype, device, config.block_size, config.attention_backend)[0] for spec in layers.values()}
-    if len(chosen) != 1:
-        names = sorted(backend.name for backend in chosen)
-        raise ConfigError(f"the layers of {decoder.name} want different attention backends: {names}", hint="name one attention backend")
-    return chosen.pop()
+def token_budget(device: torch.device) -> int:
+    """One number for all commands: it bounds the sizes that are compiled for, so artifacts are shared."""
+    return 2048 if device.type == "cuda" else 512
 
 
-def capture_ladder(config: RunnerConfig, device: torch.device, sizes: Sequence[int] | None = None) -> Ladder:
-    """The documents' ladder on a GPU, a short one on a CPU, or `sizes`."""
-    if sizes is not None:
-        return Ladder.custom(sizes)
-    if device.type == "cuda":
-        return Ladder.for_requests(config.max_num_requests, max_num_tokens=config.max_num_tokens)
-    return Ladder.custom(size for size in CPU_SIZES if size <= config.max_num_tokens)
-
-
-def graph_forward(
-    decoder: Decoder,
-    plan: BoundPlan,
-    config: RunnerConfig,
-    mode: ConfiguredMode,
-    ladder: Ladder,
-    backend: type[AttentionBackend],
-    counters: Counters,
-) -> GraphForward:
-    """The forward through graphs; nothing is captured yet."""
-    device = next(decoder.module.parameters()).device
-    support = backend.capture_support
-    return GraphForward(
-        plan,
-        make_backend(device),
-        plan_descriptors(ladder, mode, max_num_requests=config.max_num_requests, capture_support=support),
-        config,
-        vocab_size=decoder.config.vocab_size,
-        device=device,
-        resolved=resolve_mode(mode, support),
-        counters=counters,
-    )
-
-
-def build_engine(
-    decoder: Decoder, config: RunnerConfig, mode: str, phases: Phases, *, sizes: Sequence[int] | None = None
-) -> tuple[Engine, Counters]:
-    """An engine in one of `MODES`, and the counters of its steps, compile and captures. Graphs are captured now on a GPU, and each at
-    its first step on a CPU."""
-    device = next(decoder.module.parameters()).device
-    dtype = next(decoder.module.parameters()).dtype
-    counters = Counters()
-    backend = attention_backend(decoder, config, device, dtype)
-    forward: Forward
-    if mode == "eager":
-        forward = EagerForward(decoder.module, counters)
-    else:
-        plan, _ = compile_decoder(decoder, device, phases, counters)
-        if mode == "compiled":
-            forward = EagerForward(plan, counters)
-        else:
-            forward = graph_forward(decoder, plan, config, _GRAPHS[mode], capture_ladder(config, device, sizes), backend, counters)
-    runner = ModelRunner(decoder.module, config, backend=backend, forward=forward)
-    if isinstance(forward, GraphForward):
-        with phases("capture"):
-            forward.capture(runner.dummy_context, lazy=device.type == "cpu")
-    scheduler = Scheduler(config, runner.num_blocks)
-    engine = Engine(InProcessExecutor(runner), scheduler, vocab_size=decoder.config.vocab_size, tokenizer=decoder.tokenizer)
-    return engine, counters
+def add_start_up(phases: Phases, start: StartUp) -> None:
+    """What building a runner took."""
+    if start.compile is not None:
+        phases.add_compile(start.compile.seconds)
+    for name in ("allocate", "capture"):
+        if name in start.seconds:
+            phases.add(name, start.seconds[name])

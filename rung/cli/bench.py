@@ -35,7 +35,7 @@ def _modes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str,
     "--sizes",
     metavar="N,N,...",
     callback=integers,
-    help="Requests of a decode step, or sizes of the input builder; default: 1,8,64,256, on a CPU 1,4.",
+    help="Requests in a decode step, or sizes for the builder; default: 1,8,64,256, or 1,4 on a CPU.",
 )
 @click.option("--modes", metavar="MODE,...", default=",".join(BENCH_MODES), show_default=True, callback=_modes, help="What to compare.")
 @click.option(

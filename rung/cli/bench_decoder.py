@@ -13,12 +13,23 @@ from rung.cli.assembly import Decoder
 from rung.cli.latency import Step, Timing, measure
 from rung.cli.phases import Phases
 from rung.context import ForwardContext
-from rung.counters import Counters
 from rung.errors import ConfigError
-from rung.graphs import ConfiguredMode, GraphMode, Ladder
+from rung.graphs import GraphMode, Ladder
 from rung.graphs.dispatch import Dispatch as Choice
-from rung.runner import Dispatch, EagerForward, FinishReason, Forward, ModelRunner, Request, RunnerConfig, SamplingParams, Scheduler
+from rung.runner import (
+    Dispatch,
+    EagerForward,
+    FinishReason,
+    Forward,
+    ModelRunner,
+    Request,
+    RunnerConfig,
+    SamplingParams,
+    Scheduler,
+    build_runner,
+)
 from rung.runner.batch import Batch
+from rung.runner.config import Mode
 from rung.runner.graph_forward import GraphForward
 
 _BEST = {"compiled": GraphMode.NONE, "piecewise": GraphMode.PIECEWISE, "full": GraphMode.FULL}
@@ -99,43 +110,43 @@ class DecoderBench:
         self._warmup = 3
         self._ids = itertools.count()
         self.phases = Phases()
-        device = next(decoder.module.parameters()).device
-        config = self._config(sizes, device, max_model_len)
-        counters = Counters()
-        backend = assembly.attention_backend(decoder, config, device, next(decoder.module.parameters()).dtype)
-        self.attention = backend.name
-        plan, _ = assembly.compile_decoder(decoder, device, self.phases, counters)
-        full = ConfiguredMode.FULL_AND_PIECEWISE if "full" in modes else ConfiguredMode.PIECEWISE
-        ladder = _ladder_for(sizes, config, modes)
-        graphs = assembly.graph_forward(decoder, plan, config, full, ladder, backend, counters)
-        self._forward = SwitchedForward(EagerForward(decoder.module, counters), graphs)
-        self._runner = ModelRunner(decoder.module, config, backend=backend, forward=self._forward)
-        self._scheduler = Scheduler(config, self._runner.num_blocks)
-        self.device = device
-        with self.phases("capture"):
-            graphs.capture(self._runner.dummy_context)
+        self.device = next(decoder.module.parameters()).device
+        self._runner, start = build_runner(decoder.module, self._config(sizes, max_model_len))
+        assembly.add_start_up(self.phases, start)
+        self.attention = start.attention
+        graphs = self._runner.forward
+        assert isinstance(graphs, GraphForward)
+        self._forward = SwitchedForward(EagerForward(decoder.module, self._runner.counters), graphs)
+        self._runner.forward = self._forward  # the same input buffers: those of the graphs
+        self._scheduler = Scheduler(self._runner.config, self._runner.num_blocks)
 
     def run(self, size: int) -> dict[str, Timing]:
         """Timings by mode for `size` requests."""
         return measure(self._input_sets(size), self.device, repeats=self._repeats, warmup=self._warmup)
 
-    def _config(self, sizes: Sequence[int], device: torch.device, max_model_len: int | None) -> RunnerConfig:
-        on_gpu = device.type == "cuda"
-        tokens = max(*sizes, self._context, 4096 if on_gpu else 256)
+    def _config(self, sizes: Sequence[int], max_model_len: int | None) -> RunnerConfig:
+        largest = max(sizes)
+        tokens = max(largest, assembly.token_budget(self.device))
         # Early requests decode while the last ones still compute their prompts.
-        steps = len(self._modes) * (self._repeats + self._warmup) + -(-max(sizes) * self._context // tokens) + 2
+        steps = len(self._modes) * (self._repeats + self._warmup) + -(-largest * self._context // tokens) + 2
         needed = -(-(self._context + steps) // 16) * 16
-        limit = self._decoder.config.max_position_embeddings
-        if needed > (max_model_len or limit):
+        limit = max_model_len or self._decoder.config.max_position_embeddings
+        if needed > limit:
             raise ConfigError(
-                f"{self._context} tokens of context and {steps} decode steps need {needed} tokens, the context is {max_model_len or limit}",
+                f"{self._context} tokens of context and {steps} decode steps need {needed} tokens, the context is {limit}",
                 hint="lower --context or --repeats",
             )
         # A full graph on a CPU reads as many keys as the context allows.
-        length = max_model_len or (min(limit, max(needed, 2048)) if on_gpu else needed)
-        largest = max(sizes)
-        blocks = max(largest * needed // 16, -(-length // 16)) + 1
-        return RunnerConfig(max_num_requests=largest, max_num_tokens=tokens, max_model_len=length, num_blocks=blocks)
+        length = max_model_len or (min(limit, max(needed, 2048)) if self.device.type == "cuda" else needed)
+        graphs: Mode = "full_and_piecewise" if "full" in self._modes else "piecewise" if "piecewise" in self._modes else "none"
+        return RunnerConfig(
+            max_num_requests=largest,
+            max_num_tokens=tokens,
+            max_model_len=length,
+            num_blocks=max(largest * needed // 16, -(-length // 16)) + 1,
+            graphs=graphs,
+            capture_sizes=_padded_sizes(sizes),
+        )
 
     def _input_sets(self, size: int) -> Iterator[Mapping[str, Step]]:
         for seed in range(self._sets):
@@ -156,7 +167,7 @@ class DecoderBench:
                 max_total_tokens=self._runner.config.max_model_len,
             )
             self._scheduler.add(request)
-        self._forward.mode = "compiled"
+        self._forward.mode = self._modes[0]
         while any(request.num_computed_tokens < self._context for request in self._scheduler.requests.values()):
             self._runner.execute_model(self._scheduler.schedule())
             output = self._runner.sample_tokens()
@@ -169,9 +180,7 @@ class DecoderBench:
         self._runner.execute_model(self._scheduler.schedule())  # a plan without tokens frees the slots
 
 
-def _ladder_for(sizes: Sequence[int], config: RunnerConfig, modes: Sequence[str]) -> Ladder:
+def _padded_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Those sizes of the documents' ladder that the benchmarked sizes are padded to."""
-    if not set(modes) & {"piecewise", "full"}:
-        return Ladder(())
-    whole = Ladder.up_to(max(sizes))
-    return Ladder.custom(padded for size in sizes if (padded := whole.pad_to(size)) is not None)
+    ladder = Ladder.up_to(max(sizes))
+    return tuple(dict.fromkeys(padded for size in sizes if (padded := ladder.pad_to(size)) is not None))

@@ -40,10 +40,9 @@ from rung.cli.phases import Phases
 )
 @click.option("--max-model-len", type=int, help="Context: tokens of a prompt and its answer; default: what is needed, at most the model's.")
 @click.option("--prefill-chunk", type=int, help="At most so many prompt tokens of one request in a step.")
+@click.option("--num-blocks", type=int, help="Blocks of the KV cache, 16 tokens each; default: as many as can be used.")
 @click.option("--kv-cache-bytes", type=int, help="Memory for the KV cache; default: as much as can be used.")
-@click.option(
-    "--capture-sizes", metavar="N,N,...", callback=integers, help="Sizes of the graphs; default: the ladder on a GPU, a few on a CPU."
-)
+@click.option("--capture-sizes", metavar="N,N,...", callback=integers, help="Sizes of the graphs; default: the ladder, or a few on a CPU.")
 @click.option("--attention", default="auto", show_default=True, help="Attention backend; `rung doctor` lists them.")
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -60,6 +59,7 @@ def generate(
     mode: str,
     max_model_len: int | None,
     prefill_chunk: int | None,
+    num_blocks: int | None,
     kv_cache_bytes: int | None,
     capture_sizes: tuple[int, ...] | None,
     attention: str,
@@ -80,15 +80,21 @@ def generate(
         from rung.cli import assembly
         from rung.cli.stream import JsonStream, TextStream
         from rung.cli.summary import Summary, print_summary
-        from rung.runner import SamplingParams
+        from rung.runner import RunnerConfig, SamplingParams, build_engine
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     place = resolve_device(device)
     with phases("load weights"):
         decoder = assembly.open_decoder(model, resolve_dtype(dtype, place), place)
     ids = [_encode(decoder, prompt, chat) for prompt in prompts]
-    config = _runner_config(decoder, ids, max_tokens, max_model_len, prefill_chunk, kv_cache_bytes, attention, place.type == "cuda")
-    engine, counters = assembly.build_engine(decoder, config, mode, phases, sizes=capture_sizes)
+    settings = assembly.runner_settings(mode, place) | _sizes(decoder, ids, max_tokens, max_model_len, place.type == "cuda")
+    if capture_sizes is not None and settings["graphs"] != "none":
+        settings["capture_sizes"] = capture_sizes
+    config = RunnerConfig(
+        **settings, kv_cache_bytes=kv_cache_bytes, num_blocks=num_blocks, long_prefill_chunk=prefill_chunk, attention_backend=attention
+    )
+    engine, runner, start_up = build_engine(decoder.module, config, tokenizer=decoder.tokenizer)
+    assembly.add_start_up(phases, start_up)
 
     stream = JsonStream() if as_json else TextStream(len(prompts), sys.stdout)
     start = time.perf_counter()
@@ -105,7 +111,7 @@ def generate(
         prompt_tokens=sum(len(one) for one in ids),
         generated_tokens=sum(len(completion.token_ids) for completion in stream.completions.values()),
         seconds=seconds,
-        counts=counters.snapshot(),
+        counts=runner.counters.snapshot(),
     )
     if as_json:
         completions = [stream.describe(index, prompt) for index, prompt in enumerate(prompts)]
@@ -127,27 +133,11 @@ def _encode(decoder: Any, prompt: str, chat: bool | None) -> list[int]:
     return encoded
 
 
-def _runner_config(
-    decoder: Any,
-    ids: list[list[int]],
-    max_tokens: int,
-    max_model_len: int | None,
-    prefill_chunk: int | None,
-    kv_cache_bytes: int | None,
-    attention: str,
-    on_gpu: bool,
-) -> Any:
-    """Sizes for these prompts. A full graph reads as many keys as the context allows, so on a CPU the context is not larger than needed."""
-    from rung.runner import RunnerConfig
-
-    limit = max_model_len or decoder.config.max_position_embeddings
+def _sizes(decoder: Any, ids: list[list[int]], max_tokens: int, max_model_len: int | None, on_gpu: bool) -> dict[str, int]:
+    """Slots and context for these prompts. A full graph reads as many keys as the context allows, so it is not larger than needed."""
+    limit: int = decoder.config.max_position_embeddings
     needed = -(-(max(len(one) for one in ids) + max_tokens) // 16) * 16
-    requests = 512 if on_gpu else 16
-    return RunnerConfig(
-        max_num_requests=min(requests, max(16, len(ids))),
-        max_num_tokens=max(2048 if on_gpu else 512, min(requests, len(ids))),
-        max_model_len=limit if max_model_len else min(limit, needed),
-        kv_cache_bytes=kv_cache_bytes,
-        long_prefill_chunk=prefill_chunk,
-        attention_backend=attention,
-    )
+    return {
+        "max_num_requests": min(max(16, len(ids)), 512 if on_gpu else 16),
+        "max_model_len": min(limit, needed) if max_model_len is None else min(limit, max_model_len),
+    }

@@ -37,9 +37,7 @@ def ladder(maximum: int, sizes: tuple[int, ...] | None, trim: int | None, as_jso
     shown = [(size, first if first == size else f"{first}..{size}", f"{mean:.1%}", f"{worst:.1%}") for size, first, mean, worst in rows]
     console().print(table("", ("capture size", "serves", "mean waste", "worst waste"), shown, numbers=("capture size", "serves")))
     mean = f"{_mean_waste(chosen):.1%}"
-    click.echo(
-        f"{len(chosen)} sizes up to {chosen.top}; when all steps up to {chosen.top} rows are as frequent, {mean} of the rows are padding"
-    )
+    click.echo(f"{len(chosen)} sizes up to {chosen.top}; {mean} of the rows are padding when all of them come equally often")
 
 
 def _intervals(ladder: Ladder) -> list[tuple[int, int, float, float]]:

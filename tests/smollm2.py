@@ -42,14 +42,14 @@ class Divergence:
 
 
 def reference_tokens(model: Any, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-    """transformers' greedy tokens and, for each, the distance of the two best logits."""
-    ids = torch.tensor([list(prompt)])
+    """transformers' greedy tokens, past any end token, and for each the distance of the two best logits."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    model.generation_config.eos_token_id = None
     with torch.no_grad():
         result = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
-            min_new_tokens=tokens,
             do_sample=False,
             pad_token_id=0,
             output_logits=True,

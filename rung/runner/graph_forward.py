@@ -10,7 +10,8 @@ import torch
 from rung.compile.bound import BoundPlan
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
-from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatcher, GraphBackend, GraphManager, GraphMode, Shape, StaticBuffer
+from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatcher, GraphBackend, GraphManager, Shape, StaticBuffer
+from rung.graphs.dispatch import Dispatch as GraphDispatch
 from rung.graphs.dispatch import ResolvedMode
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
@@ -66,9 +67,12 @@ class GraphForward(Forward):
         """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step."""
         return self.manager.capture(self.descriptors, lambda descriptor: dummy_context(_as_dispatch(descriptor)), lazy=lazy)
 
-    def dispatch(self, batch: Batch, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
-        """See `Forward.dispatch`; nothing better than `best` is chosen."""
-        choice = self.dispatcher.dispatch(batch_shape(batch), best=best)
+    def dispatch(self, batch: Batch) -> Dispatch:
+        return self.as_dispatch(self.dispatcher.dispatch(batch_shape(batch)))
+
+    @staticmethod
+    def as_dispatch(choice: GraphDispatch) -> Dispatch:
+        """The runner's view of a decision of the dispatcher."""
         return _as_dispatch(choice.descriptor, choice)
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:

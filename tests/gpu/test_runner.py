@@ -1,0 +1,176 @@
+"""Models through the runner on CUDA: every captured size against the compiled path, and the modes that steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from rung.errors import UnknownModelError
+from rung.graphs import Dispatch as GraphDispatch
+from rung.graphs import GraphMode, Reason, Shape, exact
+from rung.models import find_quickstart, load_model, random_model
+from rung.runner import ModelRunner, NewRequest, RunnerConfig, SamplingParams, StepPlan, build_engine, build_runner
+from rung.runner.batch import gather_batch
+from rung.runner.forward import Dispatch
+from rung.runner.graph_forward import GraphForward
+from tests.smollm2 import TOPICS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+MAX_REQUESTS = 512
+# bf16 through 30 layers; kernels differ between sizes (cuBLAS picks by size), so rows agree within rounding only
+RELATIVE_ERROR = 2e-2
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@cache
+def runner() -> ModelRunner:
+    """The 135M shape with random weights, 512 slots, everything captured, every slot 8 tokens into its request."""
+    module = random_model("smollm2-135m", dtype=torch.bfloat16, device="cuda", seed=1)
+    config = RunnerConfig(
+        max_num_requests=MAX_REQUESTS, max_num_tokens=4096, max_model_len=512, num_blocks=MAX_REQUESTS * 4 + 64, graphs="full_and_piecewise"
+    )
+    result, start = build_runner(module, config)
+    assert start.capture is not None
+    print(
+        f"{start.attention}; {len(start.capture.entries)} captures in {start.capture.seconds:.2f} s, {start.capture.pool_bytes >> 20} MiB"
+    )
+    print({name: round(seconds, 2) for name, seconds in start.seconds.items()}, start.compile and start.compile.seconds)
+    rng = np.random.default_rng(0)
+    prompts = {f"r{i}": rng.integers(0, 49152, 8).tolist() for i in range(MAX_REQUESTS)}
+    step(
+        result,
+        StepPlan(
+            new_requests=tuple(new(name, ids, i) for i, (name, ids) in enumerate(prompts.items())),
+            num_scheduled_tokens=dict.fromkeys(prompts, 8),
+        ),
+    )
+    return result
+
+
+def new(name: str, ids: list[int], index: int, blocks: int = 4) -> NewRequest:
+    first = 1 + index * 4
+    return NewRequest(
+        request_id=name,
+        token_ids=tuple(ids),
+        prompt_len=len(ids),
+        block_ids=(tuple(range(first, first + blocks)),),
+        sampling=SamplingParams(temperature=0.0),
+    )
+
+
+def step(target: ModelRunner, plan: StepPlan) -> Dispatch:
+    assert target.execute_model(plan) is None
+    assert target.parked is not None
+    dispatch = target.parked.dispatch
+    output = target.sample_tokens()
+    assert output is not None
+    output.get_output()
+    return dispatch
+
+
+def hidden(target: ModelRunner, count: int, mode: GraphMode) -> tuple[torch.Tensor, Dispatch]:
+    """A decode step of the first `count` requests in the given mode, over poisoned buffers; nothing is advanced."""
+    forward = target.forward
+    assert isinstance(forward, GraphForward)
+    batch = gather_batch({f"r{i}": 1 for i in range(count)}, target.slots)
+    shape = Shape(num_tokens=count, num_requests=count, uniform_query_len=1, max_query_len=1)
+    if mode is GraphMode.NONE:
+        choice = GraphDispatch(exact(shape), Reason.FORCED)
+    else:
+        choice = forward.dispatcher.dispatch(shape, best=mode)
+    assert choice.descriptor.mode is mode
+    dispatch = forward.as_dispatch(choice)
+    forward.manager.poison(torch.Generator(device=target.device).manual_seed(count))
+    prepared = target.prepare(batch, dispatch)
+    rows = dispatch.num_tokens
+    out = forward.run(dispatch, target.buffers.input_ids[:rows], target.buffers.positions[:rows], prepared.context)
+    return out[:count].clone(), dispatch
+
+
+def test_full_and_piecewise_exist_for_all_51_sizes() -> None:
+    forward = runner().forward
+    assert isinstance(forward, GraphForward)
+    by_mode = {
+        mode: sorted(d.num_tokens for d in forward.manager.captured if d.mode is mode) for mode in (GraphMode.PIECEWISE, GraphMode.FULL)
+    }
+    assert len(by_mode[GraphMode.PIECEWISE]) == len(by_mode[GraphMode.FULL]) == 51
+    assert by_mode[GraphMode.FULL][:6] == [1, 2, 4, 8, 16, 24]
+
+
+def test_every_size_equals_the_compiled_path_with_poisoned_padding() -> None:
+    target = runner()
+    forward = target.forward
+    assert isinstance(forward, GraphForward)
+    sizes = sorted(d.num_tokens for d in forward.manager.captured if d.mode is GraphMode.FULL)
+    counts = sorted({*sizes, *(size - 1 for size in sizes if size > 1)})
+    worst = {GraphMode.PIECEWISE: 0.0, GraphMode.FULL: 0.0}
+    for count in counts:
+        reference, _ = hidden(target, count, GraphMode.NONE)
+        for mode in worst:
+            came, _ = hidden(target, count, mode)
+            assert torch.isfinite(came).all(), (count, mode)
+            error = float((came.float() - reference.float()).norm() / reference.float().norm())
+            worst[mode] = max(worst[mode], error)
+            assert error < RELATIVE_ERROR, (count, mode, error)
+    print(f"{len(counts)} batch sizes, worst relative error: " + ", ".join(f"{mode} {error:.1e}" for mode, error in worst.items()))
+
+
+def test_two_decodes_and_a_long_prompt_run_piecewise_304_then_three_decodes_full_4() -> None:
+    target = runner()
+    for name in ("r509", "r510", "r511"):
+        assert name in target.slots.slot_of
+    prompt = new("long", list(range(298)), MAX_REQUESTS, blocks=20)
+    mixed = step(
+        target,
+        StepPlan(
+            new_requests=(prompt,),
+            num_scheduled_tokens={"r0": 1, "r1": 1, "long": 298},
+            finished_request_ids=frozenset({"r511"}),
+        ),
+    )
+    assert (mixed.mode, mixed.num_tokens, mixed.num_requests) == ("piecewise", 304, None)
+    decodes = step(target, StepPlan(num_scheduled_tokens={"r0": 1, "r1": 1, "long": 1}))
+    assert (decodes.mode, decodes.num_tokens, decodes.num_requests) == ("full", 4, 4)
+
+
+def test_a_step_of_decodes_waits_for_nothing() -> None:
+    target = runner()
+    plan = StepPlan(num_scheduled_tokens={"r2": 1, "r3": 1})
+    step(target, plan)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert target.execute_model(plan) is None
+        output = target.sample_tokens()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert output is not None
+    assert len(output.get_output().token_ids) == 2
+
+
+@pytest.mark.parametrize("graphs", ["none", "piecewise", "full_and_piecewise"])
+def test_smollm2_answers_in_bf16(graphs: str) -> None:
+    try:
+        find_quickstart()
+    except UnknownModelError as missing:
+        pytest.skip(str(missing))
+    loaded = load_model("smollm2", dtype=torch.bfloat16, device="cuda")
+    config = RunnerConfig(max_num_requests=8, max_num_tokens=512, max_model_len=512, num_blocks=300, graphs=graphs)
+    engine, made, _ = build_engine(loaded.module, config, tokenizer=loaded.tokenizer)
+    prompts = [loaded.tokenizer.apply_chat([{"role": "user", "content": topic}]) for topic in TOPICS[:4]]
+    completions = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40))
+    for completion in completions:
+        print(graphs, repr(completion.text))
+    print({name: count for name, count in made.counters.items() if name.startswith("step.")})
+    assert "Paris" in completions[1].text
+    assert any(word in completions[0].text.lower() for word in ("red", "blue", "yellow"))

@@ -1,0 +1,62 @@
+"""From a name to a decoder, and from a mode to the settings of a runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rung.cli.phases import Phases
+from rung.models import SHAPES, LlamaConfig, LlamaForCausalLM, Tokenizer, load_model, random_model
+from rung.runner import StartUp
+
+MODES = ("auto", "eager", "compiled", "piecewise", "full")
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "auto": {"graphs": "full_and_piecewise"},
+    "eager": {"graphs": "none", "eager": True},
+    "compiled": {"graphs": "none"},
+    "piecewise": {"graphs": "piecewise"},
+    "full": {"graphs": "full"},
+}
+_CPU_SIZES = (1, 2, 4, 8, 16, 32, 64)  # a capture is as slow as two steps there, and padded rows cost real time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """A language model to run. `tokenizer` is None for random weights."""
+
+    name: str
+    module: LlamaForCausalLM
+    config: LlamaConfig
+    tokenizer: Tokenizer | None = None
+
+
+def open_decoder(name: str, dtype: torch.dtype, device: torch.device, *, shapes: bool = False) -> Decoder:
+    """A model folder, file or name; with `shapes` also a named shape, which gets random weights. Raises `ModelLoadError`."""
+    if shapes and name in SHAPES:
+        return Decoder(name=name, module=random_model(name, dtype=dtype, device=device), config=SHAPES[name])
+    loaded = load_model(name, dtype=dtype, device=device)
+    return Decoder(name=name, module=loaded.module, config=loaded.config, tokenizer=loaded.optional_tokenizer)
+
+
+def runner_settings(mode: str, device: torch.device) -> dict[str, Any]:
+    """Fields of a `RunnerConfig` for one of `MODES`. On a CPU few sizes are captured, each at its first step."""
+    settings = {**_SETTINGS[mode], "max_num_tokens": token_budget(device)}
+    if device.type != "cuda" and settings["graphs"] != "none":
+        settings |= {"capture_sizes": _CPU_SIZES, "lazy_capture": True}
+    return settings
+
+
+def token_budget(device: torch.device) -> int:
+    """One number for all commands: it bounds the sizes that are compiled for, so artifacts are shared."""
+    return 2048 if device.type == "cuda" else 512
+
+
+def add_start_up(phases: Phases, start: StartUp) -> None:
+    """What building a runner took."""
+    if start.compile is not None:
+        phases.add_compile(start.compile.seconds)
+    for name in ("allocate", "capture"):
+        if name in start.seconds:
+            phases.add(name, start.seconds[name])

@@ -1,0 +1,41 @@
+"""What every command has: errors of rung become one line and a hint, and `--debug` shows the traceback instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from rung.errors import RungError
+
+EXIT_USER_ERROR = 2  # the same as click's for a wrong option
+EXIT_BUG = 1
+
+
+class Command(click.Command):
+    """A command with `--debug`; its callback does not see that option."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if ctx.params.pop("debug"):
+            return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except RungError as error:
+            show_error(error.message, error.hint)
+            ctx.exit(EXIT_USER_ERROR)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            show_error(f"{type(error).__name__}: {error}", "this looks like a bug: run again with --debug for the traceback")
+            ctx.exit(EXIT_BUG)
+
+
+def show_error(message: str, hint: str) -> None:
+    """One red line on the error stream, and the hint under it."""
+    click.secho("error: " + " ".join(message.split()), fg="red", err=True)
+    if hint:
+        click.echo("hint: " + " ".join(hint.split()), err=True)

@@ -1,0 +1,143 @@
+"""`rung generate`: answer prompts, all of them in one continuous batch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rung.cli.command import Command
+from rung.cli.options import device_options, integers, resolve_device, resolve_dtype
+from rung.cli.phases import Phases
+
+
+@click.command(cls=Command)
+@click.argument("model", default="smollm2")
+@click.argument("prompts", nargs=-1)
+@click.option(
+    "--prompt-file",
+    "files",
+    type=click.File(),
+    multiple=True,
+    help="A file with one prompt; may be given several times, - reads the input.",
+)
+@click.option("--chat/--no-chat", default=None, help="Put the prompt into the model's chat template; default: if it has one.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="At most so many tokens a prompt.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
+@click.option("--top-k", type=int, default=0, help="Sample from the k most likely tokens; 0: all.")
+@click.option("--top-p", type=float, default=1.0, help="Sample from the most likely tokens that together have this probability.")
+@click.option("--seed", type=int, help="Makes sampling repeatable.")
+@click.option(
+    "--mode",
+    type=click.Choice(("auto", "eager", "compiled", "piecewise", "full")),
+    default="auto",
+    show_default=True,
+    help="How steps run; auto: full graphs for decodes, piecewise graphs for other steps.",
+)
+@click.option("--max-model-len", type=int, help="Context: tokens of a prompt and its answer; default: what is needed, at most the model's.")
+@click.option("--prefill-chunk", type=int, help="At most so many prompt tokens of one request in a step.")
+@click.option("--num-blocks", type=int, help="Blocks of the KV cache, 16 tokens each; default: as many as can be used.")
+@click.option("--kv-cache-bytes", type=int, help="Memory for the KV cache; default: as much as can be used.")
+@click.option("--capture-sizes", metavar="N,N,...", callback=integers, help="Sizes of the graphs; default: the ladder, or a few on a CPU.")
+@click.option("--attention", default="auto", show_default=True, help="Attention backend; `rung doctor` lists them.")
+@device_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+def generate(
+    model: str,
+    prompts: tuple[str, ...],
+    files: tuple[Any, ...],
+    chat: bool | None,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    mode: str,
+    max_model_len: int | None,
+    prefill_chunk: int | None,
+    num_blocks: int | None,
+    kv_cache_bytes: int | None,
+    capture_sizes: tuple[int, ...] | None,
+    attention: str,
+    dtype: str,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Answer PROMPTS with MODEL (a GGUF file, a transformers folder, or smollm2).
+
+    Text goes to the output, everything else to the error stream. Several prompts run together and are printed one after the other."""
+    prompts += tuple(file.read().strip() for file in files)
+    if not prompts:
+        if Path(model).suffix not in ("", ".gguf") or " " in model:
+            raise click.UsageError(f"the first argument is the model; to ask {model!r}, write: rung generate smollm2 {model!r}")
+        raise click.UsageError("no prompt: write rung generate MODEL PROMPT..., or use --prompt-file")
+    phases = Phases()
+    with phases("import"):
+        from rung.cli import assembly
+        from rung.cli.stream import JsonStream, TextStream
+        from rung.cli.summary import Summary, print_summary
+        from rung.runner import RunnerConfig, SamplingParams, build_engine
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    place = resolve_device(device)
+    with phases("load weights"):
+        decoder = assembly.open_decoder(model, resolve_dtype(dtype, place), place)
+    ids = [_encode(decoder, prompt, chat) for prompt in prompts]
+    settings = assembly.runner_settings(mode, place) | _sizes(decoder, ids, max_tokens, max_model_len, place.type == "cuda")
+    if capture_sizes is not None and settings["graphs"] != "none":
+        settings["capture_sizes"] = capture_sizes
+    config = RunnerConfig(
+        **settings, kv_cache_bytes=kv_cache_bytes, num_blocks=num_blocks, long_prefill_chunk=prefill_chunk, attention_backend=attention
+    )
+    engine, runner, start_up = build_engine(decoder.module, config, tokenizer=decoder.tokenizer)
+    assembly.add_start_up(phases, start_up)
+
+    stream = JsonStream() if as_json else TextStream(len(prompts), sys.stdout)
+    start = time.perf_counter()
+    for index, update in engine.stream(ids, params):
+        if "first token" not in phases.seconds:
+            phases.add("first token", time.perf_counter() - start)
+        stream.add(index, update)
+    seconds = time.perf_counter() - start
+    summary = Summary(
+        model=model,
+        mode=mode,
+        device=str(place),
+        phases=phases.seconds,
+        prompt_tokens=sum(len(one) for one in ids),
+        generated_tokens=sum(len(completion.token_ids) for completion in stream.completions.values()),
+        seconds=seconds,
+        counts=runner.counters.snapshot(),
+    )
+    if as_json:
+        completions = [stream.describe(index, prompt) for index, prompt in enumerate(prompts)]
+        click.echo(json.dumps({**summary.as_json(), "completions": completions}))
+    else:
+        print_summary(summary)
+
+
+def _encode(decoder: Any, prompt: str, chat: bool | None) -> list[int]:
+    from rung.errors import TokenizerError
+
+    tokenizer = decoder.tokenizer
+    if tokenizer is None:
+        raise TokenizerError(f"{decoder.name} has no tokenizer, so it takes no text", hint="put the model's tokenizer.json into its folder")
+    if chat or (chat is None and tokenizer.chat_template is not None):
+        ids: list[int] = tokenizer.apply_chat([{"role": "user", "content": prompt}])
+        return ids
+    encoded: list[int] = tokenizer.encode(prompt)
+    return encoded
+
+
+def _sizes(decoder: Any, ids: list[list[int]], max_tokens: int, max_model_len: int | None, on_gpu: bool) -> dict[str, int]:
+    """Slots and context for these prompts. A full graph reads as many keys as the context allows, so it is not larger than needed."""
+    limit: int = decoder.config.max_position_embeddings
+    needed = -(-(max(len(one) for one in ids) + max_tokens) // 16) * 16
+    return {
+        "max_num_requests": min(max(16, len(ids)), 512 if on_gpu else 16),
+        "max_model_len": min(limit, needed) if max_model_len is None else min(limit, max_model_len),
+    }

@@ -1,0 +1,57 @@
+"""`rung ladder`: the capture sizes, and the rows that padding to them costs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from rung.cli.command import Command
+from rung.cli.options import integers
+
+if TYPE_CHECKING:
+    from rung.graphs import Ladder
+
+
+@click.command(cls=Command)
+@click.option("--max", "maximum", type=int, default=512, show_default=True, help="The largest size that will ever come.")
+@click.option("--sizes", metavar="N,N,...", callback=integers, help="Capture these sizes instead of the documents' series.")
+@click.option("--trim", type=int, help="Keep at most this many sizes, those that cost the least padding.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def ladder(maximum: int, sizes: tuple[int, ...] | None, trim: int | None, as_json: bool) -> None:
+    """Print the capture sizes and their padding."""
+    from rung.graphs import Ladder
+
+    chosen = Ladder.custom(sizes, maximum) if sizes else Ladder.up_to(maximum)
+    if trim is not None:
+        chosen = chosen.trimmed(trim)
+    rows = _intervals(chosen)
+    if as_json:
+        click.echo(
+            json.dumps({"sizes": list(chosen), "mean_waste": _mean_waste(chosen), "worst_waste": max((r[3] for r in rows), default=0)})
+        )
+        return
+    from rung.cli.console import console, table
+
+    shown = [(size, first if first == size else f"{first}..{size}", f"{mean:.1%}", f"{worst:.1%}") for size, first, mean, worst in rows]
+    console().print(table("", ("capture size", "serves", "mean waste", "worst waste"), shown, numbers=("capture size", "serves")))
+    mean = f"{_mean_waste(chosen):.1%}"
+    click.echo(f"{len(chosen)} sizes up to {chosen.top}; {mean} of the rows are padding when all of them come equally often")
+
+
+def _intervals(ladder: Ladder) -> list[tuple[int, int, float, float]]:
+    """(size, smallest step that it serves, mean and worst share of padded rows) for each size."""
+    result = []
+    first = 1
+    for size in ladder:
+        wastes = [ladder.waste(step) for step in range(first, size + 1)]
+        result.append((size, first, sum(wastes) / len(wastes), max(wastes)))
+        first = size + 1
+    return result
+
+
+def _mean_waste(ladder: Ladder) -> float:
+    """Padded rows over all rows, for one step of each size."""
+    padded = [ladder.pad_to(step) or step for step in range(1, ladder.top + 1)]
+    return 1 - sum(range(1, ladder.top + 1)) / sum(padded) if padded else 0.0

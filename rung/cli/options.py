@@ -1,0 +1,59 @@
+"""Options that several commands share, and what "auto" means for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rung.errors import BackendUnavailableError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def integers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """The callback of an option with comma-separated positive integers."""
+    if value is None:
+        return None
+    try:
+        numbers = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of integers such as 1,8,64", ctx, param) from None
+    if min(numbers) < 1:
+        raise click.BadParameter(f"{value!r} holds a number below 1", ctx, param)
+    return tuple(dict.fromkeys(numbers))
+
+
+def device_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--device` and `--dtype`."""
+    dtype = click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto: bfloat16 on a GPU, else float32.")
+    device = click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1; auto: a GPU if there is one.")
+    return device(dtype(function))
+
+
+def resolve_device(name: str) -> torch.device:
+    """Raises `BackendUnavailableError` for a device that is not there."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device: {name!r} is no device", hint="use cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailableError(f"--device {name}: this torch ({torch.__version__}) sees no CUDA device", hint="use --device cpu")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    import torch
+
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

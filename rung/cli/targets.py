@@ -1,0 +1,97 @@
+"""What `rung bench` may be pointed at: a model, or `module:attr` with an input builder."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rung.errors import ConfigError
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named arguments
+
+
+def is_module_target(target: str) -> bool:
+    """Whether `target` reads `module:attr` and is no file."""
+    return ":" in target and not Path(target).exists()
+
+
+def import_object(text: str, option: str) -> Any:
+    """The object that `package.module:attr.attr` names; the current folder is searched too. Raises `ConfigError`."""
+    module_name, _, path = text.partition(":")
+    if not module_name or not path:
+        raise ConfigError(f"{option}: expected module:attr, got {text!r}", hint="for example examples.wrap_mlp:build")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{option}: {module_name!r} cannot be imported: {error}", hint="run from the folder that holds the module"
+        ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{option}: {module_name!r} has no {path!r}", hint="name an attribute of the module")
+        found = getattr(found, part)
+    return found
+
+
+def module_of(text: str) -> nn.Module:
+    """The `nn.Module` that a target names: an instance, or a class or function that builds one without arguments."""
+    found = import_object(text, "TARGET")
+    if not isinstance(found, nn.Module) and callable(found):
+        found = found()
+    if not isinstance(found, nn.Module):
+        raise ConfigError(f"{text} is a {type(found).__name__}, not an nn.Module", hint="name a module, or a function that returns one")
+    return found.eval().requires_grad_(False)
+
+
+class InputBuilder:
+    """Calls the user's function and gives its result one form."""
+
+    def __init__(self, function: Callable[[int], Any], device: torch.device) -> None:
+        self._function = function
+        self._device = device
+
+    def __call__(self, size: int, seed: int = 0) -> Inputs:
+        """The arguments for `size`, on the device; random numbers drawn from torch's generator depend on `seed`."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = self._function(size)
+        if isinstance(made, Mapping):
+            return (), {name: self._place(value) for name, value in made.items()}
+        values = made if isinstance(made, tuple | list) else (made,)
+        return tuple(self._place(value) for value in values), {}
+
+    def _place(self, value: Any) -> Any:
+        return value.to(self._device) if isinstance(value, torch.Tensor) else value
+
+
+def growing_dims(module: nn.Module, build: InputBuilder, sizes: tuple[int, int], name: str) -> dict[str, dict[int, str]]:
+    """Argument -> {dim: name}: the dimensions that differ between the inputs of two sizes. Raises `ConfigError` when there is none."""
+    signature = inspect.signature(module.forward)
+    small, large = (signature.bind(*args, **kwargs).arguments for args, kwargs in map(build, sizes))
+    dims: dict[str, dict[int, str]] = {}
+    for argument, value in small.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        grown = [dim for dim, (a, b) in enumerate(zip(value.shape, large[argument].shape, strict=True)) if a != b]
+        if grown:
+            dims[argument] = dict.fromkeys(grown, name)
+    if not dims:
+        raise ConfigError(
+            f"--inputs: no dimension differs between sizes {sizes[0]} and {sizes[1]}", hint="let the builder use its argument"
+        )
+    return dims
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """A copy to wrap: one module is wrapped once."""
+    return copy.deepcopy(module)

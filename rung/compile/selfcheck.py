@@ -58,11 +58,10 @@ def _own(values: Sequence[Any], in_place: bool) -> list[Any]:
 
 
 def _copy(value: Any) -> Any:
-    """A copy of the same strides: generated code relies on them, and `clone` packs a tensor with gaps."""
-    if not isinstance(value, torch.Tensor) or 0 in value.stride():
+    """A copy of the same layout: `clone` makes views of a wider buffer dense, and pieces are compiled for exact strides."""
+    if not isinstance(value, torch.Tensor):
         return value
-    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return copy.copy_(value.detach())
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _uninitialised(node: torch.fx.Node) -> bool:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import fx, nn
@@ -52,7 +54,8 @@ def test_op_keeps_the_dtype_of_its_argument() -> None:
 
 def test_op_stays_whole_in_the_trace_and_is_lowered_in_the_piece() -> None:
     eager = Normed()
-    module = rung.wrap(Normed(), dynamic={"x": {0: "rows"}})
+    # a setting that no compile had before: with a hit in its own cache Inductor would not call the passes
+    module = rung.wrap(Normed(), dynamic={"x": {0: "rows"}}, inductor={"max_fusion_size": random.SystemRandom().randrange(100, 10**9)})
     module.load_state_dict(eager.state_dict())
     x = torch.randn(3, 8)
     with torch.no_grad():

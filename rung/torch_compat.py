@@ -11,6 +11,7 @@ import hashlib
 import re
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -37,17 +38,23 @@ class Capture:
     shape_env: Any
     traced_code: list[types.CodeType]
     bytecode: types.CodeType  # what Dynamo would run in place of the function
+    side_effects: tuple[str, ...]  # what the bytecode changes beside calling the graph: Dynamo's source expressions
     replay: Callable[[Callable[..., Any]], Callable[..., Any]]  # compiled_fn -> a callable that runs that bytecode around it
 
 
 def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
     """Trace `function` (a plain function or a bound method) as one graph. Raises Dynamo's own errors; see `user_error`.
 
-    `fullgraph_capture` must run inside a metrics context or it fails at the first branch it meets."""
+    `fullgraph_capture` must run inside a metrics context or it fails at the first branch it meets. Numbers and undeclared sizes are always
+    constants: by default Dynamo makes one dynamic that it has seen with another value, so a trace would depend on the traces before it."""
+    from torch._dynamo import config as dynamo_config
     from torch._dynamo.convert_frame import fullgraph_capture
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
-    with compile_lock, torch.no_grad(), get_metrics_context(), dynamo_timed("rung.capture"):
+    settings = dynamo_config.patch(
+        specialize_float=True, automatic_dynamic_shapes=False, assume_static_by_default=True, side_effect_replay_policy="warn"
+    )
+    with compile_lock, settings, torch.no_grad(), get_metrics_context(), dynamo_timed("rung.capture"), _side_effects() as side_effects:
         captured: Any = fullgraph_capture(function, args, kwargs)
     output: Any = captured.graph_capture_output
     if captured.backend_input is None:
@@ -62,8 +69,24 @@ def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         shape_env=captured.backend_input.fake_mode.shape_env,
         traced_code=list(output.traced_code or ()),
         bytecode=output.bytecode,
-        replay=lambda compiled: captured.forward_callable(compiled_fn=compiled),
+        side_effects=tuple(side_effects),
+        replay=lambda compiled: captured.forward_callable(compiled_fn=compiled, extra_globals=output.f_globals),
     )
+
+
+@contextlib.contextmanager
+def _side_effects() -> Iterator[list[str]]:
+    """Collect what Dynamo warns of under `side_effect_replay_policy="warn"`; other warnings are given again after the block."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    for warning in caught:
+        text = str(warning.message)
+        if "certain side effects happened" in text:
+            found += re.findall(r"[LG]\['[^,]*", text.rpartition(":")[2].rstrip("]")) or [text]
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 class NoTensorOpsError(Exception):
@@ -118,13 +141,14 @@ def unproved_relations(capture: Capture, bounds: dict[Any, int | None]) -> list[
     from torch.utils._sympy.value_ranges import ValueRanges
 
     env = capture.shape_env
-    ranges = tuple((symbol, ValueRanges(0, int_oo if bound is None else bound)) for symbol, bound in bounds.items())
+    full = {symbol: ValueRanges(0, int_oo if bound is None else bound) for symbol, bound in bounds.items()}
     relations = [(item.expr, item.stack) for items in env.deferred_runtime_asserts.values() for item in items]
     relations += [(guard.expr, getattr(guard, "sloc", None)) for guard in env.guards]
     found = []
     for expression, stack in relations:
         replaced = env.replace(expression)
-        static = env._maybe_evaluate_static(replaced, axioms=(), var_to_range=ranges)
+        ranges = {symbol: full.get(symbol) or env.var_to_range[symbol] for symbol in replaced.free_symbols}
+        static = env._maybe_evaluate_static(replaced, axioms=(), var_to_range=tuple(ranges.items()))
         if static is None or not bool(static):
             found.append((replaced, _place(stack)))
     return found
@@ -488,8 +512,6 @@ def _exists(name: str) -> bool:
 @contextlib.contextmanager
 def quiet_compiler() -> Iterator[None]:
     """Keep the compiler's deprecation chatter out of a program that turns warnings into errors."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)

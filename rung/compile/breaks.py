@@ -5,6 +5,7 @@ An op called through the dispatcher costs 2 us, a direct call 0.1: a Llama of 32
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from rung.compile.plan import OpCall, Step
 from rung.compile.stitch import Source
 
 _DIRECT: dict[str, Callable[..., Any]] = {"rung::attention": attention, "rung::kv_cache_write": kv_cache_write}
+
+_SIZES = {"operator": operator, "torch": torch}  # size arithmetic, which is no registered op
 
 
 def break_call(step: Step) -> Callable[[list[Any]], Sequence[Any]]:
@@ -59,5 +62,8 @@ def _implementation(target: str) -> Callable[..., Any]:
     if direct is not None:
         return direct
     namespace, _, name = qualified.partition("::")
+    if namespace in _SIZES:
+        function: Callable[..., Any] = getattr(_SIZES[namespace], name)
+        return function
     result: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import fx
 from rung import torch_compat
 from rung.compile.pieces import Piece, extract_piece
 from rung.compile.plan import OpCall, Step
-from rung.compile.split import Segment, simplify_sizes, split_graph
+from rung.compile.split import Segment, is_size_arithmetic, mutates, simplify_sizes, split_graph, storages, written_storages
 from rung.compile.trace import TracedGraph
 from rung.errors import UnsupportedModuleError
 
@@ -24,6 +25,7 @@ class SplitGraph:
     pieces: tuple[Piece, ...]
     steps: tuple[Step, ...]
     outputs: tuple[Any, ...]
+    written: tuple[int, ...]  # value numbers of the graph's inputs that are updated in place
 
 
 def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
@@ -31,6 +33,7 @@ def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
     module = traced.graph_module
     simplify_sizes(module.graph)
     _refuse_constants(module.graph)
+    written = _written_inputs(module.graph)
     segments = split_graph(module.graph, lambda node: is_split_op(node, split_ops))
     builder = _Builder(module)
     for segment in segments:
@@ -39,13 +42,21 @@ def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
         else:
             builder.add_break(segment)
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    builder.add_sizes(output)
     outputs = tuple(builder.argument(item) for item in output.args[0])
-    return SplitGraph(tuple(builder.unique.values()), tuple(builder.steps), outputs)
+    return SplitGraph(tuple(builder.unique.values()), tuple(builder.steps), outputs, written)
 
 
 def is_split_op(node: fx.Node, split_ops: Collection[str]) -> bool:
     overload = torch_compat.single_overload(node.target)
     return node.op == "call_function" and isinstance(overload, torch_compat.OpOverload) and overload.name().split(".")[0] in split_ops
+
+
+def _written_inputs(graph: fx.Graph) -> tuple[int, ...]:
+    """Numbers of the placeholders whose storage some node may write: any storage that a mutating node without a schema is given."""
+    written = {storage for node in graph.nodes if mutates(node) for storage in written_storages(node)}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    return tuple(number for number, node in enumerate(placeholders) if storages(node) & written)
 
 
 def _refuse_constants(graph: fx.Graph) -> None:
@@ -72,7 +83,7 @@ class _Builder:
         return self.numbers.setdefault(node, len(self.numbers))
 
     def add_piece(self, segment: Segment) -> None:
-        if not segment.outputs and not any(_mutates(node) for node in segment.nodes):
+        if not segment.outputs and not any(mutates(node) for node in segment.nodes):
             return
         piece = extract_piece(self.module, segment)
         self.unique.setdefault(piece.key, piece)
@@ -82,15 +93,38 @@ class _Builder:
         self.steps.append(Step(f"piece_{self._count('piece'):02}", inputs, outputs, piece=index))
 
     def add_break(self, segment: Segment) -> None:
-        calls = []
+        calls: list[OpCall] = []
+        sizes: dict[fx.Node, None] = {}
         for node in segment.nodes:
             if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
                 continue
+            calls += self._size_calls(node, sizes)
             calls.append(self._call(node))
         inputs = tuple(self.number(node) for node in segment.inputs)
         outputs = tuple(self.number(node) for node in segment.outputs)
-        name = str(torch_compat.single_overload(segment.nodes[-1].target)).split(".")[-2]
+        name = calls[-1].target.partition("::")[2].partition(".")[0]
         self.steps.append(Step(f"{name}_{self._count('break'):02}", inputs, outputs, calls=tuple(calls)))
+
+    def add_sizes(self, output: fx.Node) -> None:
+        """A last break for flat outputs that are computed from sizes."""
+        sizes: dict[fx.Node, None] = {}
+        calls = self._size_calls(output, sizes)
+        if calls:
+            leaves = [used for node in sizes for used in node.all_input_nodes if used not in sizes]
+            inputs = tuple(dict.fromkeys(self.number(node) for node in leaves))
+            outputs = tuple(self.number(node) for node in sizes if output in node.users)
+            self.steps.append(Step("sizes", inputs, outputs, calls=tuple(calls)))
+
+    def _size_calls(self, node: fx.Node, made: dict[fx.Node, None]) -> list[OpCall]:
+        """The size arithmetic that `node` needs and that is not `made` yet in this break."""
+        calls = []
+        for used in node.all_input_nodes:
+            if is_size_arithmetic(used) and used not in made:
+                calls += self._size_calls(used, made)
+                made[used] = None
+                arguments = tuple(self.argument(value) for value in used.args)
+                calls.append(OpCall(_size_target(used), arguments, {}, (self.number(used),)))
+        return calls
 
     def _count(self, kind: str) -> int:
         return sum((step.piece is not None) == (kind == "piece") for step in self.steps)
@@ -123,5 +157,13 @@ class _Builder:
         )
 
 
-def _mutates(node: fx.Node) -> bool:
-    return bool(node.is_impure()) or (node.op == "call_method" and str(node.target).endswith("_"))
+def _size_target(node: fx.Node) -> str:
+    name = getattr(node.target, "__name__", str(node.target))
+    if getattr(operator, name, None) is node.target:
+        return f"operator::{name}"
+    if getattr(torch, name, None) is node.target:
+        return f"torch::{name}"
+    raise UnsupportedModuleError(
+        f"a size is computed by {name}, which a plan cannot hold{torch_compat.node_location(node)}",
+        hint="compute sizes with +, -, *, //, %, min and max",
+    )

@@ -28,7 +28,7 @@ from rung.compile.paths import Path
 from rung.compile.pieces import Piece
 from rung.compile.plan import CompilePlan, TensorSpec
 from rung.compile.selfcheck import check_piece
-from rung.compile.sources import current_digest
+from rung.compile.sources import current_digest, type_refs
 from rung.compile.trace import DynamicDims, TracedGraph, self_name, trace
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
@@ -77,7 +77,7 @@ class Driver:
         factors, opaque = self._plan_factors(function, locals_, tensors, dims)
         report.plan_key = key_of(factors)
         clock = _Clock(report.seconds)
-        plan = None if opaque else self._find_plan(report)
+        plan = None if opaque else self._find_plan(report, tensors)
         if opaque:
             report.reason = f"not cacheable: attribute {opaque[0]!r} cannot be described"
         blobs: dict[str, bytes] = {}
@@ -138,7 +138,7 @@ class Driver:
 
     # --- warm ------------------------------------------------------------------------------------------------------------------------
 
-    def _find_plan(self, report: CompileReport) -> CompilePlan | None:
+    def _find_plan(self, report: CompileReport, tensors: Sequence[tuple[Path, torch.Tensor]]) -> CompilePlan | None:
         try:
             manifest = self.store.get_manifest("plans", report.plan_key)
         except ArtifactError as error:
@@ -147,7 +147,14 @@ class Driver:
         if manifest is None:
             report.reason = "no plan under this key"
             return None
-        plan = CompilePlan.from_json(manifest["plan"])
+        try:
+            plan = CompilePlan.from_json(manifest["plan"])
+        except (KeyError, TypeError, IndexError, ValueError):
+            report.reason = "the plan under this key is damaged"
+            return None
+        if not _fits(plan, tensors):
+            report.reason = "the plan under this key serves another size"
+            return None
         for ref in plan.sources:
             if current_digest(ref) != ref.digest:
                 report.reason = f"the source of {ref.qualname} changed or cannot be found"
@@ -188,7 +195,8 @@ class Driver:
             steps=graph.steps,
             outputs=graph.outputs,
             template=traced.template,
-            sources=traced.sources,
+            sources=(*traced.sources, *type_refs(traced.template)),
+            written=graph.written,
         )
         if keep:
             with clock("save"):
@@ -306,6 +314,15 @@ class Driver:
                 texts.append(text)
                 self.counters.add(Count.ARTIFACT_LOADS)
             return CompiledFunction(plan, pieces, owner, texts)
+
+
+def _fits(plan: CompilePlan, tensors: Sequence[tuple[Path, torch.Tensor]]) -> bool:
+    """Whether the tensors have the sizes that the trace fixed although they might have been dynamic."""
+    specs = dict(plan.tensors)
+    return all(
+        path in specs and all(extent in (size, str(extent)) for extent, size in zip(specs[path].shape, tensor.shape, strict=True))
+        for path, tensor in tensors
+    )
 
 
 SPLIT_OPS = frozenset({"rung::attention", "rung::kv_cache_write"})

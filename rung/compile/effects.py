@@ -26,7 +26,7 @@ def refuse_side_effects(owner: object | None, name: str) -> Iterator[None]:
         f"{path}.{key}" if path else key
         for path, old in before.items()
         for key, value in _state(modules[path]).items()
-        if key not in old or old[key] is not value
+        if key not in old or not _unchanged(old[key], value)
     ]
     for path, old in before.items():
         _restore(modules[path], old)
@@ -38,10 +38,34 @@ def refuse_side_effects(owner: object | None, name: str) -> Iterator[None]:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
+    """Attribute -> (object, its contents when it is a plain container)."""
     state = {key: value for key, value in module.__dict__.items() if key not in _STATE}
     for table in _STATE:
         state.update(module.__dict__[table])
-    return state
+    return {key: (value, _contents(value)) for key, value in state.items()}
+
+
+def _contents(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict, set) else None
+
+
+def _unchanged(old: tuple[Any, Any], new: tuple[Any, Any]) -> bool:
+    if old[0] is not new[0] or type(old[1]) is not type(new[1]):
+        return False
+    before, after = old[1], new[1]
+    if isinstance(before, dict):
+        return list(before) == list(after) and all(before[key] is after[key] for key in before)
+    if isinstance(before, list):
+        return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
+    return bool(before == after)
+
+
+def _put_back(old: tuple[Any, Any]) -> Any:
+    value, contents = old
+    if contents is not None:
+        value.clear()
+        value.extend(contents) if isinstance(value, list) else value.update(contents)
+    return value
 
 
 def _restore(module: nn.Module, old: dict[str, Any]) -> None:
@@ -51,9 +75,9 @@ def _restore(module: nn.Module, old: dict[str, Any]) -> None:
             if key not in old:
                 del entries[key]
             else:
-                entries[key] = old[key]
+                entries[key] = _put_back(old[key])
     for key in [key for key in module.__dict__ if key not in _STATE]:
         if key not in old:
             del module.__dict__[key]
         else:
-            module.__dict__[key] = old[key]
+            module.__dict__[key] = _put_back(old[key])

@@ -49,6 +49,7 @@ class Entry(RuntimeState):
         self.counters = Counters() if counters is None else counters
         self.variants: dict[Signature, Variant] = {}
         self._prepare = prepare  # gives a new variant its graphs
+        self._fixed: set[tuple[str, int]] = set()  # (argument, dim) that nobody declared and that a trace fixed
         self._fast: Callable[..., Any] | None = None
         self._lock = threading.RLock()
         functools.update_wrapper(self, function)
@@ -84,7 +85,7 @@ class Entry(RuntimeState):
     def variant(self, locals_: Mapping[str, Any], found: list[Leaf] | None = None) -> Variant:
         """The variant for these bound arguments, compiled or loaded if it is new."""
         found = leaves(locals_) if found is None else found
-        dims = dynamic_dims(self.function, found, self.config.dynamic)
+        dims = self._free(dynamic_dims(self.function, found, self.config.dynamic))
         key = (*signature_of(found, dims), getattr(self.owner, "training", None))
         variant = self.variants.get(key)
         if variant is None:
@@ -105,11 +106,23 @@ class Entry(RuntimeState):
         driver = Driver(self.config, Store(configuration.cache_dir()), self.counters)
         tensors = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
         compiled, report = driver.compile(self.function, locals_, tensors, dims)
+        fixed = {
+            (path.dotted(), dim)
+            for path, spec in compiled.plan.tensors
+            for dim in dims.get(path.dotted(), {})
+            if isinstance(spec.shape[dim], int)
+        }
+        if fixed:
+            self._fixed |= fixed
+            key = (*signature_of(found, self._free(dims)), getattr(self.owner, "training", None))
         variant = Variant(compiled, report, found, getattr(self.owner, "training", False))
         if self._prepare is not None:
             self._prepare(self, variant)
         self.variants[key] = variant
         return variant
+
+    def _free(self, dims: dict[str, dict[int, str]]) -> dict[str, dict[int, str]]:
+        return {name: {dim: symbol for dim, symbol in d.items() if (name, dim) not in self._fixed} for name, d in dims.items()}
 
     def _difference(self, key: Signature) -> str:
         last = next(reversed(self.variants))

@@ -28,8 +28,18 @@ class RuntimeState:
 def fingerprint(module: nn.Module) -> tuple[dict[str, Any], list[str]]:
     """JSON that is equal for modules which trace alike, and the attributes that could not be described (the plan then cannot be kept)."""
     walk = _Walk()
-    described = {name: walk.module(name, submodule) for name, submodule in module.named_modules()}
-    return described, walk.opaque
+    described: dict[str, Any] = {name: walk.module(name, submodule) for name, submodule in module.named_modules()}
+    return described | {"tied": _tied(module)}, walk.opaque
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    """Names of one tensor under several names: a trace reads it as one input."""
+    names: dict[int, list[str]] = {}
+    for name, submodule in module.named_modules(remove_duplicate=False):
+        for key, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
+            if tensor is not None:
+                names.setdefault(id(tensor), []).append(f"{name}.{key}")
+    return sorted(found for found in names.values() if len(found) > 1)
 
 
 def tensor_layout(tensor: torch.Tensor) -> str:

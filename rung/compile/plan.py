@@ -14,7 +14,7 @@ from rung.compile.paths import Path
 from rung.compile.sources import SourceRef
 from rung.compile.template import Template
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class CompilePlan:
     outputs: tuple[Any, ...]  # {"value": n} or {"constant": c}, one a flat output
     template: Template
     sources: tuple[SourceRef, ...]
+    written: tuple[int, ...] = ()  # value numbers of the graph's inputs that are updated in place
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -81,6 +82,7 @@ class CompilePlan:
             "outputs": list(self.outputs),
             "template": self.template,
             "sources": [ref.to_json() for ref in self.sources],
+            "written": list(self.written),
         }
 
     @staticmethod
@@ -95,6 +97,7 @@ class CompilePlan:
             outputs=tuple(data["outputs"]),
             template=data["template"],
             sources=tuple(SourceRef(*item) for item in data["sources"]),
+            written=tuple(data["written"]),
         )
 
 

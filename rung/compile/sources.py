@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import inspect
 import linecache
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+import torch
+
+_TORCH = Path(torch.__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,28 @@ class SourceRef:
 
 def source_refs(codes: Iterable[CodeType]) -> tuple[SourceRef, ...]:
     """One reference for each distinct function, in the order they were met. Functions of torch itself are covered by its version."""
+    codes = [code for code in codes if code.co_filename != "<string>"]  # methods generated for a class: see `type_refs`
     refs = {code: SourceRef(_module_of(code.co_filename), code.co_qualname, code_digest(code)) for code in codes if not _is_torch(code)}
-    return tuple(dict.fromkeys(refs.values()))
+    names = {(ref.module, ref.qualname) for ref in refs.values()}
+    return tuple(dict.fromkeys(ref for ref in refs.values() if (ref.module, _enclosing(ref.qualname)) not in names))
+
+
+def type_refs(template: Mapping[str, Any]) -> tuple[SourceRef, ...]:
+    """References to the classes that a return template builds."""
+    refs = []
+    if template["kind"] in ("object", "mapping"):
+        module, _, qualname = template["type"].partition(":")
+        digest = current_digest(SourceRef(module, qualname, ""))
+        refs.append(SourceRef(module, qualname, digest or ""))
+    for item in template.get("items", ()):
+        refs += type_refs(item if isinstance(item, dict) else item[1])
+    return tuple(dict.fromkeys(refs))
+
+
+def _enclosing(qualname: str) -> str | None:
+    """The function that a nested one is written in; the text of that one contains it."""
+    outer, found, _ = qualname.partition(".<locals>.")
+    return outer if found else None
 
 
 def code_digest(code: CodeType) -> str:
@@ -52,14 +76,23 @@ def current_digest(ref: SourceRef) -> str | None:
             value = getattr(value, part)
     except (ImportError, AttributeError):
         return None
+    if isinstance(value, type):
+        return _class_digest(value)
     value = inspect.unwrap(value)
     original = getattr(value, "__rung_original__", value)
     code = getattr(original, "__code__", None) or getattr(getattr(original, "fget", None), "__code__", None)
     return None if code is None else code_digest(code)
 
 
+def _class_digest(cls: type) -> str | None:
+    try:
+        return hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()
+    except (OSError, TypeError):  # a class without source, such as OrderedDict: its package's version is in the key
+        return hashlib.sha256(cls.__qualname__.encode()).hexdigest()
+
+
 def _is_torch(code: CodeType) -> bool:
-    return "torch" in Path(code.co_filename).parts
+    return Path(code.co_filename).is_relative_to(_TORCH)
 
 
 @lru_cache(maxsize=1024)

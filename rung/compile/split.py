@@ -6,6 +6,7 @@ already, so that attention (cache write, output buffer, attention) is one break 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch import fx
 from rung import torch_compat
 
 _HOISTABLE_METHODS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "flatten", "unflatten", "new_empty"})
+_IN_PLACE_OPERATORS = frozenset(name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name}__"))
 _HOISTABLE_FUNCTIONS = frozenset({torch.empty, torch.empty_like, torch.unsqueeze, torch.transpose, torch.flatten})
 
 
@@ -69,22 +71,24 @@ def _place(
 
 def _can_precede(node: fx.Node, segment: Segment, owner: dict[fx.Node, int], position: int) -> bool:
     """Whether `node` may run before the break: its inputs exist there and the break writes none of them."""
-    written = {storage for split in segment.nodes for storage in _written_storages(split)}
-    return all(owner.get(used, -1) < position and not written & _storages(used) for used in node.all_input_nodes)
+    written = {storage for split in segment.nodes for storage in written_storages(split)}
+    return all(owner.get(used, -1) < position and not written & storages(used) for used in node.all_input_nodes)
 
 
-def _written_storages(node: fx.Node) -> set[int]:
+def written_storages(node: fx.Node) -> set[int]:
     schema = operator_schema(node.target)
+    if schema is None and (node.op == "call_method" or getattr(node.target, "__module__", "") == "_operator"):
+        return storages(node.all_input_nodes[0]) if mutates(node) else set()
     if schema is None:  # unknown code may write anything it is given
-        return {storage for used in node.all_input_nodes for storage in _storages(used)}
+        return {storage for used in node.all_input_nodes for storage in storages(used)}
     named = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
     written = [
         named.get(argument.name) for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return {storage for value in written if isinstance(value, fx.Node) for storage in _storages(value)}
+    return {storage for value in written if isinstance(value, fx.Node) for storage in storages(value)}
 
 
-def _storages(node: fx.Node) -> set[int]:
+def storages(node: fx.Node) -> set[int]:
     value = node.meta.get("example_value")
     values = value if isinstance(value, tuple | list) else (value,)
     return {torch_compat.storage_identity(item) for item in values if isinstance(item, torch.Tensor)}
@@ -164,4 +168,19 @@ def _is_impure(node: fx.Node) -> bool:
         return True
     if torch_compat.is_sym_int_node(node) or node.meta.get("example_value") is True:
         return False
-    return bool(node.is_impure())
+    return bool(node.is_impure()) or mutates(node)
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether a node writes into one of its inputs, so that it counts although nobody reads its result."""
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.op == "call_method":
+        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    if node.op != "call_function":
+        return False
+    if getattr(node.target, "__module__", "") == "_operator":
+        return name == "setitem" or name in _IN_PLACE_OPERATORS
+    schema = operator_schema(node.target)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    return name.endswith("_") or "out" in node.kwargs or bool(node.kwargs.get("inplace"))

@@ -18,12 +18,13 @@ class Source:
     def __init__(self, function: str, parameters: str) -> None:
         self.head = f"    def {function}({parameters}):"
         self.function = function
+        self.prefix = ""  # of the names that `bind` makes up
         self.lines: list[str] = []
         self.bound: dict[str, Any] = {}
 
     def bind(self, value: Any, name: str = "") -> str:
         """A name for `value` inside the generated function."""
-        name = name or f"bound_{len(self.bound)}"
+        name = name or f"{self.prefix}bound_{len(self.bound)}"
         self.bound[name] = value
         return name
 

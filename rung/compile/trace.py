@@ -63,6 +63,8 @@ def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynami
     except Exception as error:
         if isinstance(error, RungError) or not torch_compat.is_capture_error(error):
             raise
+        if torch_compat.is_size_decision(error) and any(name.startswith("~") for dims in dynamic.values() for name in dims.values()):
+            return _trace_once(function, locals_, _declared(dynamic), maximum)
         raise _trace_error(function, error) from error
     inputs = tuple(parse_path(source) for source in capture.sources)
     owner = getattr(function, "__self__", None)
@@ -71,6 +73,12 @@ def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynami
     symbols, bounds, unified = audit_symbols(capture, inputs, dynamic, maximum, _name(function))
     template = _record_template(capture, function, inputs, full, args, kwargs, owner)
     return TracedGraph(capture.graph_module, inputs, symbols, bounds, template, source_refs(capture.traced_code), unified, capture.bytecode)
+
+
+def _declared(dynamic: DynamicDims) -> DynamicDims:
+    """Without the dimensions that nobody declared (their names begin with "~")."""
+    kept = {argument: {dim: name for dim, name in dims.items() if not name.startswith("~")} for argument, dims in dynamic.items()}
+    return {argument: dims for argument, dims in kept.items() if dims}
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -148,15 +156,26 @@ def _record_template(
     markers: list[Any] = [
         (1 << 40) + 7919 * i if torch_compat.is_sym_int_node(node) else torch.empty(0) for i, node in enumerate(output_node.args[0])
     ]
+    if capture.side_effects and not any("self" in source for source in capture.side_effects):
+        raise _side_effect_error(function, capture)
     with refuse_side_effects(owner, _name(function)), torch.no_grad():
         call = capture.replay(lambda *_: list(markers))
         sample = call(*((owner,) if owner is not None else ()), *args, **kwargs)
+    if capture.side_effects:
+        raise _side_effect_error(function, capture)
     recorder = Recorder(
         outputs={id(marker): i for i, marker in enumerate(markers) if isinstance(marker, torch.Tensor)},
         integers={marker: i for i, marker in enumerate(markers) if isinstance(marker, int)},
         inputs={id(path.resolve(locals_)): i for i, path in enumerate(inputs) if path.dim is None},
     )
     return recorder.record(sample)
+
+
+def _side_effect_error(function: Callable[..., Any], capture: torch_compat.Capture) -> UnsupportedModuleError:
+    return UnsupportedModuleError(
+        f"{_name(function)} changes {', '.join(capture.side_effects)} while it runs; a compiled graph would do so only once",
+        hint="return the value instead, or update a registered buffer in place (buffer.copy_(...))",
+    )
 
 
 def _trace_error(function: Callable[..., Any], error: BaseException) -> TraceError:

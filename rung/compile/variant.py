@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Variant:
     def inputs(self, locals_: Mapping[str, Any]) -> list[Any]:
         """The tensors that `run` takes. Code was generated for contiguous ones, so others are copied."""
         values = [self.compiled.plan.inputs[number].resolve(locals_) for number in self.compiled.arguments]
+        self._check_written(values)
         return [value.contiguous() if isinstance(value, torch.Tensor) else value for value in values]
 
     def release(self) -> None:
@@ -46,6 +47,15 @@ class Variant:
         release = getattr(self.run, "release", None)
         if release is not None:
             release()
+
+    def _check_written(self, inputs: Sequence[Any]) -> None:
+        """An argument that is updated in place cannot be replaced by a contiguous copy."""
+        for number, value in zip(self.compiled.arguments, inputs, strict=True):
+            if number in self.compiled.plan.written and not value.is_contiguous():
+                raise InputMismatchError(
+                    f"argument {self.compiled.plan.inputs[number].dotted()!r} is updated in place, but it is not contiguous",
+                    hint="pass a contiguous tensor, or return the new value",
+                )
 
     def check_sizes(self, locals_: Mapping[str, Any]) -> None:
         """Raise `InputMismatchError` naming both arguments when sizes disagree, or the argument whose size is above the bound."""
@@ -70,25 +80,26 @@ class Variant:
         """Generate the checked entry: same parameters as `function`, calls `miss` when any check fails."""
         signature = inspect.signature(function)
         source = Source("entry", "")
+        source.prefix = "_rung_"  # a parameter may have any other name
         source.head = f"    def entry({_parameters(signature, source)}):"
         checks = self._checks(source, owner)
         forwarded = ", ".join(_forward(parameter) for parameter in signature.parameters.values())
         inputs = ", ".join(self.compiled.plan.inputs[number].expression() for number in self.compiled.arguments)
-        source.bind(miss, "miss")
-        source.bind(self, "variant")
+        source.bind(miss, "_rung_miss")
+        source.bind(self, "_rung_variant")
         source.lines.append("try:")
-        source.lines.append(f"    good = {' and '.join(checks) or 'True'}")
+        source.lines.append(f"    _rung_good = {' and '.join(checks) or 'True'}")
         source.lines.append("except Exception:")  # a leaf is missing or of another type: the slow road tells which
-        source.lines.append("    good = False")
-        source.lines.append("if good:")
-        source.lines.append(f"    return variant.run({inputs})")
-        source.lines.append(f"return miss({forwarded})")
+        source.lines.append("    _rung_good = False")
+        source.lines.append("if _rung_good:")
+        source.lines.append(f"    return _rung_variant.run({inputs})")
+        source.lines.append(f"return _rung_miss({forwarded})")
         return source.build("entry")
 
     def _checks(self, source: Source, owner: Any) -> list[str]:
-        source.bind(torch.Tensor, "Tensor")
-        source.bind(torch.is_grad_enabled, "is_grad_enabled")
-        source.bind(torch.is_autocast_enabled, "is_autocast_enabled")
+        source.bind(torch.Tensor, "_rung_Tensor")
+        source.bind(torch.is_grad_enabled, "_rung_grad")
+        source.bind(torch.is_autocast_enabled, "_rung_autocast")
         checks: list[str] = []
         first: dict[str, str] = {}
         for path, spec in self.compiled.plan.tensors:
@@ -98,18 +109,18 @@ class Variant:
             same = f"{text} is {value!r}" if value is None or isinstance(value, bool) else f"{text} == {source.bind(value)}"
             checks += [same] if value is None or isinstance(value, bool) else [f"{text}.__class__ is {source.bind(type(value))}", same]
         for device_type in sorted({spec.device for _, spec in self.compiled.plan.tensors}):
-            checks.append(f"not is_autocast_enabled({device_type!r})")
+            checks.append(f"not _rung_autocast({device_type!r})")
         if self.needs_no_grad:
-            checks.append("not is_grad_enabled()")
+            checks.append("not _rung_grad()")
         if owner is not None and hasattr(owner, "training"):
-            checks.append(f"{source.bind(owner, 'owner')}.training is {self.training}")
+            checks.append(f"{source.bind(owner, '_rung_owner')}.training is {self.training}")
         return checks
 
     def _tensor_checks(self, text: str, name: str, spec: TensorSpec, source: Source, first: dict[str, str]) -> list[str]:
         dtype = source.bind(getattr(torch, spec.dtype.removeprefix("torch.")))
         device = source.bind(self.devices[name])
-        checks = [f"{text}.__class__ is Tensor", f"{text}.dtype is {dtype}", f"{text}.device == {device}"]
-        checks += [f"{text}.dim() == {len(spec.shape)}", f"{text}.is_contiguous()", f"not ({text}.requires_grad and is_grad_enabled())"]
+        checks = [f"{text}.__class__ is _rung_Tensor", f"{text}.dtype is {dtype}", f"{text}.device == {device}"]
+        checks += [f"{text}.dim() == {len(spec.shape)}", f"{text}.is_contiguous()", f"not ({text}.requires_grad and _rung_grad())"]
         for dim, extent in enumerate(spec.shape):
             here = f"{text}.shape[{dim}]"
             if isinstance(extent, int):

@@ -10,7 +10,7 @@ import torch
 from rung.compile.bound import BoundPlan
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
-from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatcher, GraphBackend, GraphManager, Shape, StaticBuffer
+from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatcher, GraphBackend, GraphManager, GraphMode, Shape, StaticBuffer
 from rung.graphs.dispatch import Dispatch as GraphDispatch
 from rung.graphs.dispatch import ResolvedMode
 from rung.runner.batch import Batch
@@ -67,8 +67,9 @@ class GraphForward(Forward):
         """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step."""
         return self.manager.capture(self.descriptors, lambda descriptor: dummy_context(_as_dispatch(descriptor)), lazy=lazy)
 
-    def dispatch(self, batch: Batch) -> Dispatch:
-        return self.as_dispatch(self.dispatcher.dispatch(batch_shape(batch)))
+    def dispatch(self, batch: Batch, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
+        """The mode and padded sizes for this batch, in no better mode than `best`."""
+        return self.as_dispatch(self.dispatcher.dispatch(batch_shape(batch), best=best))
 
     @staticmethod
     def as_dispatch(choice: GraphDispatch) -> Dispatch:

@@ -84,7 +84,8 @@ def _side_effects() -> Iterator[list[str]]:
     for warning in caught:
         text = str(warning.message)
         if "certain side effects happened" in text:
-            found += re.findall(r"[LG]\['[^,]*", text.rpartition(":")[2].rstrip("]")) or [text]
+            listed = text.partition(": [")[2].removesuffix("]")
+            found += listed.split(", ") if listed else [text]
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 

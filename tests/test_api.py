@@ -14,7 +14,7 @@ import rung
 import rung.api
 from rung.counters import Count
 from rung.errors import ConfigError, DynamicShapeError, InputMismatchError, RungError, TraceError, UnsupportedModuleError
-from tests.compile.cases import STRUCTURES, Net, Structures, assert_same
+from tests.compile.cases import STRUCTURES, Child, Net, Structures, assert_same
 
 ROWS = {"x": {0: "rows"}}
 
@@ -438,15 +438,6 @@ def test_hooks_run_at_every_call() -> None:
     module(x)
     assert calls[-1] == "before"
     assert traces(module) == 1
-
-
-class Child(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x) + 1
 
 
 def test_hook_of_a_submodule_runs_at_every_call_or_is_refused() -> None:

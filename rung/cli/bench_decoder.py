@@ -122,7 +122,7 @@ class DecoderBench:
 
     def run(self, size: int) -> dict[str, Timing]:
         """Timings by mode for `size` requests."""
-        return measure(self._input_sets(size), self.device, repeats=self._repeats, warmup=self._warmup)
+        return measure(self.input_sets(size), self.device, repeats=self._repeats, warmup=self._warmup)
 
     def _config(self, sizes: Sequence[int], max_model_len: int | None) -> RunnerConfig:
         largest = max(sizes)
@@ -148,7 +148,7 @@ class DecoderBench:
             capture_sizes=_padded_sizes(sizes),
         )
 
-    def _input_sets(self, size: int) -> Iterator[Mapping[str, Step]]:
+    def input_sets(self, size: int) -> Iterator[Mapping[str, Step]]:
         for seed in range(self._sets):
             self._admit(size, seed)
             yield {mode: DecodeStep(mode, self._runner, self._scheduler, self._forward) for mode in self._modes}

@@ -25,7 +25,7 @@ from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
 from rung.compile.fingerprint import fingerprint
 from rung.compile.paths import Path
-from rung.compile.pieces import Piece
+from rung.compile.pieces import Piece, refuse_aliased_writes
 from rung.compile.plan import CompilePlan, TensorSpec
 from rung.compile.selfcheck import check_piece
 from rung.compile.sources import current_digest, type_refs
@@ -251,6 +251,7 @@ class Driver:
         except ArtifactError as error:
             warnings.warn(f"a stored piece could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
         dump.piece(index, piece)
+        refuse_aliased_writes(piece)
         passes = PassManager(self.passes.passes)
         blob = self._compile_piece(piece, traced, passes, index)
         report.passes.append(passes.report)

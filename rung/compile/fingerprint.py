@@ -32,6 +32,13 @@ def fingerprint(module: nn.Module) -> tuple[dict[str, Any], list[str]]:
     return described | {"tied": _tied(module)}, walk.opaque
 
 
+def _class_attributes(cls: type) -> dict[str, str]:
+    """Plain values that classes of the user hold; those of torch are covered by its version."""
+    classes = [base for base in reversed(cls.__mro__) if not base.__module__.startswith(("torch.", "builtins"))]
+    found = {key: value for base in classes for key, value in vars(base).items() if isinstance(value, _PLAIN)}
+    return {key: repr(value) for key, value in sorted(found.items()) if not key.startswith("__")}
+
+
 def _tied(module: nn.Module) -> list[list[str]]:
     """Names of one tensor under several names: a trace reads it as one input."""
     names: dict[int, list[str]] = {}
@@ -57,6 +64,7 @@ class _Walk:
         tensors = {**module._parameters, **module._buffers}
         return {
             "class": f"{type(module).__module__}:{type(module).__qualname__}",
+            "class_attributes": _class_attributes(type(module)),
             "tensors": {key: tensor_layout(tensor) for key, tensor in tensors.items() if tensor is not None},
             "attributes": {key: self.value(f"{name}.{key}", value) for key, value in sorted(plain.items())},
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import fx
 
 from rung import torch_compat
-from rung.compile.split import Segment, is_size_arithmetic, operator_schema
+from rung.compile.split import Segment, is_size_arithmetic, mutates, operator_schema, storages, written_storages
+from rung.errors import UnsupportedModuleError
 
 _KEPT_META = ("stack_trace", "nn_module_stack")
 
@@ -40,6 +42,8 @@ def extract_piece(owner: torch.nn.Module, segment: Segment) -> Piece:
                     copy(used)
             copies[node] = graph.node_copy(node, lambda used: copies[used])
             copies[node].meta = {name: value for name, value in node.meta.items() if name in (*_KEPT_META, "example_value")}
+            if node.stack_trace:  # it ends up in comments of the generated code, which must not depend on where the project lies
+                copies[node].meta["stack_trace"] = re.sub(r'File "[^"]*/([^"/]+)"', r'File "\1"', node.stack_trace)
         return copies[node]
 
     for node in segment.nodes:
@@ -47,6 +51,19 @@ def extract_piece(owner: torch.nn.Module, segment: Segment) -> Piece:
     graph.output(tuple(copies[node] for node in segment.outputs))
     module = fx.GraphModule(owner, graph, class_name="Piece")
     return Piece(module, piece_key(module))
+
+
+def refuse_aliased_writes(piece: Piece) -> None:
+    """Raise `UnsupportedModuleError` when the piece updates an input in place and has another input in the same storage: Inductor takes
+    inputs for distinct tensors."""
+    placeholders = [node for node in piece.graph_module.graph.nodes if node.op == "placeholder"]
+    for node in piece.graph_module.graph.nodes:
+        written = written_storages(node) if mutates(node) else set()
+        if sum(not written.isdisjoint(storages(placeholder)) for placeholder in placeholders) > 1:
+            raise UnsupportedModuleError(
+                f"forward updates a tensor in place and reads it through another view behind a split op{torch_compat.node_location(node)}",
+                hint="clone the view before the split op, or make the update out of place",
+            )
 
 
 def piece_key(module: fx.GraphModule) -> str:

@@ -58,7 +58,10 @@ def _own(values: Sequence[Any], in_place: bool) -> list[Any]:
 
 
 def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    """A copy of the same layout: `clone` makes views of a wider buffer dense, and pieces are compiled for exact strides."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _uninitialised(node: torch.fx.Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import linecache
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype)
 _TORCH = Path(torch.__file__).parent
 
 
@@ -33,9 +35,27 @@ class SourceRef:
 def source_refs(codes: Iterable[CodeType]) -> tuple[SourceRef, ...]:
     """One reference for each distinct function, in the order they were met. Functions of torch itself are covered by its version."""
     codes = [code for code in codes if code.co_filename != "<string>"]  # methods generated for a class: see `type_refs`
-    refs = {code: SourceRef(_module_of(code.co_filename), code.co_qualname, code_digest(code)) for code in codes if not _is_torch(code)}
+    refs = {code: _ref(code) for code in codes if not _is_torch(code)}
     names = {(ref.module, ref.qualname) for ref in refs.values()}
     return tuple(dict.fromkeys(ref for ref in refs.values() if (ref.module, _enclosing(ref.qualname)) not in names))
+
+
+def _ref(code: CodeType) -> SourceRef:
+    module = _module_of(code.co_filename)
+    return SourceRef(module, code.co_qualname, _digest_with_globals(module, code))
+
+
+def _digest_with_globals(module: str, code: CodeType) -> str:
+    """Hash of a function and of the plain values among the globals that it may read."""
+    namespace = vars(sys.modules[module]) if module in sys.modules else {}
+    found = {name: namespace[name] for name in _names(code) if name in namespace and not name.startswith("__")}
+    plain = sorted((name, repr(value)) for name, value in found.items() if isinstance(value, _PLAIN))
+    return hashlib.sha256(f"{code_digest(code)}{plain}".encode()).hexdigest()
+
+
+def _names(code: CodeType) -> set[str]:
+    nested = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names, *(name for inner in nested for name in _names(inner))}
 
 
 def type_refs(template: Mapping[str, Any]) -> tuple[SourceRef, ...]:
@@ -68,11 +88,11 @@ def code_digest(code: CodeType) -> str:
 
 def current_digest(ref: SourceRef) -> str | None:
     """The hash of the function as it is now, or None when it cannot be found."""
-    if not ref.module:
+    if not ref.module or "<locals>" in ref.qualname:
         return None
     try:
         value: Any = import_module(ref.module)
-        for part in ref.qualname.replace("<locals>.", "").split("."):
+        for part in ref.qualname.split("."):
             value = getattr(value, part)
     except (ImportError, AttributeError):
         return None
@@ -81,7 +101,7 @@ def current_digest(ref: SourceRef) -> str | None:
     value = inspect.unwrap(value)
     original = getattr(value, "__rung_original__", value)
     code = getattr(original, "__code__", None) or getattr(getattr(original, "fget", None), "__code__", None)
-    return None if code is None else code_digest(code)
+    return None if code is None else _digest_with_globals(ref.module, code)
 
 
 def _class_digest(cls: type) -> str | None:
@@ -97,8 +117,6 @@ def _is_torch(code: CodeType) -> bool:
 
 @lru_cache(maxsize=1024)
 def _module_of(filename: str) -> str:
-    import sys
-
     for name, module in list(sys.modules.items()):
         if getattr(module, "__file__", None) == filename and name != "__main__":
             return name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 import types
 from collections.abc import Callable, Mapping
@@ -20,6 +21,9 @@ from rung.compile.paths import Path, parse_path
 from rung.compile.sources import SourceRef, source_refs
 from rung.compile.template import Recorder, Template
 from rung.errors import DynamicShapeError, RungError, TraceError, UnsupportedModuleError
+
+_NOT_USER_CODE = (PurePath(torch.__file__).parent, PurePath(__file__).parents[1])
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 DynamicDims = Mapping[str, Mapping[int, str]]  # argument (dotted path) -> {dim: name of the symbol}
 
@@ -198,8 +202,10 @@ def user_location(error: BaseException) -> str:
     """` at file:line (code)` of the innermost frame of user code that an error of the compiler names, or an empty text."""
     stack: Any = getattr(error, "real_stack", None)
     frames = list(stack) if stack else list(traceback.extract_tb(error.__traceback__))
+    # some of torch 2.11's errors carry the stack as text alone
+    frames += [traceback.FrameSummary(file, int(line), "", line=code) for file, line, code in _FRAME.findall(str(error))]
     for frame in reversed(frames):
-        parts = PurePath(frame.filename).parts
-        if "torch" not in parts and "rung" not in parts[-3:-1] and frame.line:
+        path = PurePath(frame.filename)
+        if not any(path.is_relative_to(package) for package in _NOT_USER_CODE) and frame.line:
             return f" at {frame.filename}:{frame.lineno} ({frame.line.strip()})"
     return ""

@@ -122,6 +122,16 @@ class Net(nn.Module):
         return torch.relu(y) if self.activation == "relu" else torch.tanh(y)
 
 
+class Child(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.net(x) + 1
+        return result
+
+
 class Block(nn.Module):
     """A layer with one split op inside, a buffer and an epsilon."""
 

@@ -120,6 +120,7 @@ class FlashAttention3(_FlashAttention):
             None, None, None, None, None, None,  # rotary cos, sin, seqlens; descale q, k, v
             self.spec.scale, True, left, right, self.spec.soft_cap or 0.0, True,  # is_rotary_interleaved
             None, 0, None, 0, None,  # scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux
+            1, 0, None,  # context parallelism: world size, rank, lengths
         )  # fmt: skip
 
     def _forward_package(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:

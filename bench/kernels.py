@@ -1,0 +1,52 @@
+"""Which kernels a decode step runs and what each costs: `python -m bench.kernels llama-8b --size 8 --mode full`. Needs a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from rung.cli.assembly import open_decoder
+from rung.cli.bench_decoder import DecoderBench
+
+STEPS = 10
+
+
+def kernels(target: str, size: int, mode: str) -> tuple[list[tuple[str, float, float]], float]:
+    """(name, launches a step, us a step) by time, and the sum in us."""
+    decoder = open_decoder(target, torch.bfloat16, torch.device("cuda"), shapes=True)
+    bench = DecoderBench(decoder, (size,), (mode,), context=128, repeats=STEPS, sets=1, max_model_len=None)
+    steps = next(bench.input_sets(size))
+    for _ in range(3):
+        steps[mode].start()()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(STEPS):
+            steps[mode].start()()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name] += event.device_time / STEPS
+            counts[event.name] += 1
+    rows = [(name, counts[name] / STEPS, time) for name, time in times.most_common()]
+    return rows, sum(times.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("--size", type=int, default=8)
+    parser.add_argument("--mode", default="full")
+    parser.add_argument("--rows", type=int, default=25)
+    options = parser.parse_args()
+    rows, total = kernels(options.target, options.size, options.mode)
+    print(f"{options.target} B={options.size} {options.mode}: {sum(count for _, count, _ in rows):.0f} kernels, {total:.0f} us a step")
+    for name, count, time in rows[: options.rows]:
+        print(f"{time:9.1f} us  {count:6.1f} x  {name[:110]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Compiled modules on a device: values, sizes, warm start."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import rung
+from rung.counters import Count
+from rung.passes.ir import rms_norm
+from tests.compile.cases import Block, Net, Stack
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def both(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Any, torch.nn.Module]:
+    module = module.to("cuda", dtype)
+    return rung.wrap(copy.deepcopy(module), dynamic={"x": {0: "rows"}}, split_ops=("rungtest::write",)), module
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", [(1, 2, 5, 64), (64, 1, 0, 2)])
+def test_every_size_in_any_order_with_one_trace(order: tuple[int, ...], dtype: torch.dtype) -> None:
+    module, eager = both(Net(), dtype)
+    for rows in order:
+        x = torch.randn(rows, 8, device="cuda", dtype=dtype)
+        tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(module(x), eager(x), rtol=tolerance, atol=tolerance)
+    assert module.rung.counters[Count.DYNAMO_TRACES] == 1
+
+
+def test_blocks_around_a_split_op() -> None:
+    module, eager = both(Stack([Block() for _ in range(4)]), torch.float32)
+    for rows in (3, 1, 17):
+        x = torch.randn(rows, 8, device="cuda")
+        torch.testing.assert_close(module(x), eager(x), rtol=1e-4, atol=1e-4)
+    assert module.rung.report()[0]["unique_pieces"] == 3
+
+
+def test_loaded_again_without_a_trace() -> None:
+    module, eager = both(Net(), torch.float32)
+    x = torch.randn(3, 8, device="cuda")
+    module(x)
+    again = rung.wrap(copy.deepcopy(eager), dynamic={"x": {0: "rows"}}, split_ops=("rungtest::write",))
+    torch.testing.assert_close(again(x), eager(x), rtol=1e-5, atol=1e-5)
+    assert again.rung.counters[Count.DYNAMO_TRACES] == again.rung.counters[Count.INDUCTOR_COMPILES] == 0
+
+
+def test_no_trace_serves_another_device() -> None:
+    module, eager = both(Net(), torch.float32)
+    x = torch.randn(3, 8)
+    module(x.cuda())
+    module.cpu()
+    module.rung.release()
+    torch.testing.assert_close(module(x), eager.cpu()(x), rtol=1e-5, atol=1e-5)
+    assert module.rung.counters[Count.DYNAMO_TRACES] == 2
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(64) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x * 2, self.weight, 1e-5) + 1
+
+
+def test_norm_is_one_kernel_with_its_neighbours() -> None:
+    module, eager = both(Normed(), torch.bfloat16)
+    x = torch.randn(5, 64, device="cuda", dtype=torch.bfloat16)
+    torch.testing.assert_close(module(x), eager(x), rtol=2e-2, atol=2e-2)
+    (source,) = next(iter(module.rung._entry.variants.values())).compiled.piece_sources
+    assert source.count(".run(") == 1
+    assert "torch.ops.rung.rms_norm" not in source
+
+
+def test_stream_of_the_caller() -> None:
+    module, eager = both(Net(), torch.float32)
+    x = torch.randn(3, 8, device="cuda")
+    expected = eager(x)
+    module(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        actual = module(x)
+    stream.synchronize()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rung import config
+from rung.config import CompileConfig
+from rung.errors import ConfigError
+
+BAD: list[dict[str, Any]] = [
+    {"graphs": "some"},
+    {"outputs": "keep"},
+    {"maximum": 0},
+    {"max_variants": 0},
+    {"pad": ("rows",)},
+    {"pad": ("rows",), "graphs": "full", "dynamic": {"x": {0: "tokens"}}},
+]
+
+
+@pytest.mark.parametrize("options", BAD, ids=str)
+def test_bad_value_is_an_error_with_a_hint(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="hint: "):
+        CompileConfig(**options)
+
+
+def test_defaults_are_valid() -> None:
+    assert CompileConfig().graphs == "none"
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        CompileConfig().maximum = 3  # type: ignore[misc]
+
+
+def test_undeclared_variable_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hint: "):
+        config.variable("RUNG_SOMETHING")
+
+
+@pytest.mark.parametrize(("value", "disabled"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_disabled(value: str | None, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RUNG_DISABLE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("RUNG_DISABLE", value)
+    assert config.disabled() is disabled
+
+
+def test_cache_dir_prefers_the_variable_then_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNG_CACHE_DIR", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert config.cache_dir() == Path("/a")
+    monkeypatch.delenv("RUNG_CACHE_DIR")
+    assert config.cache_dir() == Path("/b/rung")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert config.cache_dir() == Path.home() / ".cache" / "rung"

@@ -30,7 +30,7 @@ from rung.runner import (
 )
 from rung.runner.batch import Batch
 from rung.runner.config import Mode
-from rung.runner.graph_forward import GraphForward, batch_shape
+from rung.runner.graph_forward import GraphForward
 
 _BEST = {"compiled": GraphMode.NONE, "piecewise": GraphMode.PIECEWISE, "full": GraphMode.FULL}
 
@@ -51,9 +51,9 @@ class SwitchedForward(Forward):
         if self.mode == "eager":
             self.ran = "eager"
             return self._eager.dispatch(batch)
-        choice = self._graphs.dispatcher.dispatch(batch_shape(batch), best=_BEST[self.mode])
-        self.ran = _describe(self.mode, choice)
-        return self._graphs.as_dispatch(choice)
+        dispatch = self._graphs.dispatch(batch, best=_BEST[self.mode])
+        self.ran = _describe(self.mode, dispatch.choice)
+        return dispatch
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         forward = self._eager if dispatch.choice is None else self._graphs

@@ -17,6 +17,9 @@ STAMP := $(VENV)/.ready-$(shell printf '%s\n' '$(TORCH_SPEC) $(WEIGHTS_SPEC) $(E
 # Inductor's first C++ compile costs 10 to 26 s; the test runs of one environment share its results.
 export RUNG_TEST_INDUCTOR_DIR ?= $(abspath $(VENV))/inductor-tests
 
+# OpenMP threads that wait spin by default: on two cores with anything else running, a decode step of the demo took 10 to 20 times as long.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check lint types layers tiny bench format clean
 

@@ -1,0 +1,52 @@
+"""Modules and input builders that the tests of `rung bench` point at."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+class MixesRows(Scale):
+    """Every row depends on all others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) - x.mean(dim=0)
+
+
+class Prints(Scale):
+    """Cannot be traced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("here")  # noqa: T201
+        return self.linear(x)
+
+
+class Branches(Scale):
+    """Decides on the number of rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.shape[0] > 2 else x
+
+
+def rows(size: int) -> torch.Tensor:
+    return torch.randn(size, 4)
+
+
+def named_rows(size: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(size, 4)}
+
+
+def fixed(size: int) -> torch.Tensor:
+    return torch.randn(3, 4)
+
+
+NUMBER = 7

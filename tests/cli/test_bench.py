@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from tests.cli.conftest import refused
+
+Rung = Callable[..., Result]
+QUICK = ("--repeats", 1, "--sets", 2, "--device", "cpu")
+ROWS = ("--inputs", "tests.cli.targets:rows")
+MODES = ("eager", "compiled", "piecewise", "full")
+
+
+def rows(result: Result) -> dict[tuple[int, str], dict[str, Any]]:
+    assert result.exit_code == 0, result.stderr
+    return {(row["size"], row["mode"]): row for row in json.loads(result.stdout)["rows"]}
+
+
+def test_decode_steps_run_in_the_mode_of_their_row(rung: Rung) -> None:
+    found = rows(rung("bench", "tiny", "--sizes", "1,3,8", "--context", 20, *QUICK, "--json"))
+    ran = {key: list(row["ran"]) for key, row in found.items()}
+    assert ran == {
+        (size, mode): [mode if mode in ("eager", "compiled") else f"{mode} {padded}"]
+        for size, padded in ((1, 1), (3, 4), (8, 8))
+        for mode in MODES
+    }
+
+
+def test_every_round_of_every_set_is_a_sample(rung: Rung) -> None:
+    found = rows(rung("bench", "tiny", "--sizes", 2, "--modes", "eager,compiled", "--context", 8, *QUICK, "--json"))
+    assert {row["samples"] for row in found.values()} == {2}
+    assert set(found) == {(2, "eager"), (2, "compiled")}
+
+
+def test_without_a_gpu_only_the_host_columns_are_filled(rung: Rung) -> None:
+    result = rung("bench", "tests.cli.targets:Scale", *ROWS, "--sizes", "2", *QUICK, "--json")
+    for row in rows(result).values():
+        assert row["step_ms"] >= row["host_ms"] > 0
+        assert [row[name] for name in ("device_ms", "busy_ms", "launches", "kernels")] == [None] * 4
+
+
+def test_table_says_which_columns_need_a_gpu(rung: Rung) -> None:
+    result = rung("bench", "tests.cli.targets:Scale", *ROWS, "--sizes", "2", "--modes", "eager", *QUICK)
+    assert "device ms, busy ms, launches, kernels need a GPU" in result.stdout
+
+
+def test_module_runs_in_four_modes(rung: Rung) -> None:
+    found = rows(rung("bench", "tests.cli.targets:Scale", *ROWS, "--sizes", "3,4", *QUICK, "--json"))
+    assert {key: list(row["ran"]) for key, row in found.items()} == {(size, mode): [mode] for size in (3, 4) for mode in MODES}
+
+
+def test_builder_may_return_named_arguments(rung: Rung) -> None:
+    result = rung("bench", "tests.cli.targets:Scale", "--inputs", "tests.cli.targets:named_rows", "--sizes", 2, *QUICK, "--json")
+    assert set(rows(result)) == {(2, mode) for mode in MODES}
+
+
+def test_report_says_where_it_was_measured(rung: Rung, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    rung("bench", "tests.cli.targets:Scale", *ROWS, "--sizes", "2", "--modes", "eager", *QUICK, "--out", out)
+    report = json.loads(out.read_text())
+    assert report["device"].startswith("cpu")
+    assert {"versions", "command", "date"} <= set(report)
+
+
+def test_forward_that_cannot_be_traced_is_refused(rung: Rung) -> None:
+    result = rung("bench", "tests.cli.targets:Branches", *ROWS, "--sizes", "4", "--modes", "compiled", *QUICK)
+    assert "decides on the size" in _last_error(result)
+    assert "targets.py" in _last_error(result)
+
+
+def test_forward_with_a_side_effect_is_refused(rung: Rung) -> None:
+    result = rung("bench", "tests.cli.targets:Prints", *ROWS, "--sizes", "4", "--modes", "compiled", *QUICK)
+    assert "Prints.forward" in _last_error(result)
+
+
+def test_rows_that_mix_are_refused_when_padded(rung: Rung) -> None:
+    result = rung("bench", "tests.cli.targets:MixesRows", *ROWS, "--sizes", "3,8", "--modes", "piecewise", *QUICK)
+    assert "row" in _last_error(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no/such/model",), "no/such/model"),
+        (("tests.cli.targets:Scale",), "--inputs"),
+        (("tests.cli.targets:Missing", *ROWS), "Missing"),
+        (("tests.cli.nothing:Scale", *ROWS), "cannot be imported"),
+        (("tests.cli.targets:NUMBER", *ROWS), "not an nn.Module"),
+        (("tests.cli.targets:Scale", "--inputs", "tests.cli.targets:fixed", "--sizes", "4"), "no dimension differs"),
+        (("tiny", *ROWS), "--inputs"),
+        (("tiny", "--context", 500, "--repeats", 20), "context"),
+    ],
+)
+def test_target_that_makes_no_sense_is_refused(rung: Rung, arguments: tuple[object, ...], message: str) -> None:
+    assert message in refused(rung("bench", *arguments, "--device", "cpu"))
+
+
+def test_unknown_mode_is_a_usage_error(rung: Rung) -> None:
+    assert rung("bench", "tiny", "--modes", "eager,fast").exit_code == 2
+
+
+def _last_error(result: Result) -> str:
+    """The error line of a run that was refused after it had begun."""
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert result.stderr.splitlines()[-1].startswith("hint: ")
+    return result.stderr.splitlines()[-2]

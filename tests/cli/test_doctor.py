@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+
+from rung import torch_compat
+
+
+def test_names_versions_devices_and_the_store(rung: Callable[..., Result], rung_cache_dir: Path) -> None:
+    found = json.loads(rung("doctor", "--json").stdout)
+    assert found["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert found["missing_torch_apis"] == []
+    assert found["devices"][0].startswith("cpu: ")
+    assert found["store"] == {"path": str(rung_cache_dir), "usable": True, "files": 0, "bytes": 0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what a machine without a GPU lacks")
+def test_says_why_a_backend_is_not_available(rung: Callable[..., Result]) -> None:
+    found = json.loads(rung("doctor", "--json").stdout)
+    assert found["attention_backends"]["torch_reference"] == "available"
+    assert "CUDA" in found["attention_backends"]["triton_paged"]
+    assert (found["graph_backends"]["recorded"], "CUDA" in found["graph_backends"]["cuda"]) == ("available", True)
+
+
+def test_missing_private_api_is_named_and_fails(rung: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_compat, "missing_apis", lambda: ["torch._gone"])
+    result = rung("doctor")
+    assert result.exit_code == 1
+    assert "MISSING: torch._gone" in result.stdout

@@ -19,6 +19,7 @@ class Count(StrEnum):
 
     DYNAMO_TRACES = "dynamo_traces"
     INDUCTOR_COMPILES = "inductor_compiles"
+    UNHINTED_COMPILES = "unhinted_compiles"  # pieces whose hinted compile restricted sizes, so that they were compiled without hints
     PIECES = "pieces"
     UNIQUE_PIECES = "unique_pieces"
     PLAN_HITS = "plan_hits"

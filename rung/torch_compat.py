@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -245,24 +245,66 @@ def is_sym_int_node(node: fx.Node) -> bool:
 
 
 class FreshSymbols:
-    """Fake inputs in an own ShapeEnv, so that compiling one piece cannot influence another."""
+    """Fake inputs in an own ShapeEnv, so that compiling one piece cannot influence another.
 
-    def __init__(self) -> None:
+    `hinted` sizes are backed by a hint and range from 2: Inductor fuses across them. Without hints (unbacked symbols) it scores every
+    fusion 0 on 2.11 (`GraphLowering.get_dep_size_hint`) and emits two kernels for a norm; explicitly hinted unbacked symbols count from
+    2.13 on, so this can go with 2.11 and 2.12. What Inductor decided about the sizes is read from `restrictions` afterwards."""
+
+    def __init__(self, *, hinted: bool = True) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        self.shape_env: Any = ShapeEnv()
+        self.hinted = hinted
+        self.shape_env: Any = ShapeEnv(specialize_zero_one=False)
         self.mode: Any = FakeTensorMode(shape_env=self.shape_env)
         self._symbols: dict[str, torch.SymInt] = {}
+        self._high: dict[Any, int | None] = {}
 
-    def symbol(self, name: str, low: int = 0, high: int | None = None) -> torch.SymInt:
-        """The unbacked size called `name`, at least `low` and at most `high`."""
+    def symbol(self, name: str, high: int | None = None) -> torch.SymInt:
+        """The size called `name`, at most `high`."""
         if name not in self._symbols:
-            with self.shape_env.ignore_fresh_unbacked_symbols():  # an input's symbol has no producing node
-                symbol = self.shape_env.create_unbacked_symint()
-            _constrain_range_for_size(symbol, low, high)
-            self._symbols[name] = symbol
+            self._symbols[name] = self._backed(name, high) if self.hinted else self._unbacked(high)
         return self._symbols[name]
+
+    def _backed(self, name: str, high: int | None) -> torch.SymInt:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+        from torch.utils._sympy.numbers import int_oo
+        from torch.utils._sympy.value_ranges import ValueRanges
+
+        hint = min(64 + 16 * len(self._symbols), high or 1 << 30)  # different hints, so that none is taken to equal another
+        fake = self.mode.from_tensor(
+            torch.empty(max(hint, 2), device="meta"),
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC]),
+            source=ConstantSource(f"rung_{name}"),
+        )
+        symbol: torch.SymInt = fake.shape[0]
+        self._high[symbol.node.expr] = high
+        self.shape_env.var_to_range[symbol.node.expr] = ValueRanges(2, int_oo if high is None or high < 2 else high)
+        return symbol
+
+    def _unbacked(self, high: int | None) -> torch.SymInt:
+        from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+        with self.shape_env.ignore_fresh_unbacked_symbols():  # an input's symbol has no producing node
+            symbol = self.shape_env.create_unbacked_symint()
+        _constrain_range_for_size(symbol, min=0, max=high)
+        return cast("torch.SymInt", symbol)
+
+    def restrictions(self) -> list[str]:
+        """Guards that the compile added and that do not hold for all sizes from 2 to the maximum. Empty: the code serves all of them."""
+        from torch.utils._sympy.numbers import int_oo
+        from torch.utils._sympy.value_ranges import ValueRanges
+
+        env = self.shape_env
+        ranges = tuple((symbol, ValueRanges(2, int_oo if high is None else max(high, 2))) for symbol, high in self._high.items())
+        found = [] if not self.hinted else [f"{symbol} = {value}" for symbol, value in env.replacements.items() if symbol in self._high]
+        for guard in env.guards:
+            static = env._maybe_evaluate_static(guard.expr, axioms=(), var_to_range=ranges)
+            if static is None or not bool(static):
+                found.append(str(guard.expr))
+        return found if self.hinted else []
 
     def evaluate(self, expression: Any) -> Any:
         """Rebuild a sympy expression of a trace's symbols over the fresh ones."""
@@ -298,20 +340,17 @@ class FreshSymbols:
             Propagate(graph_module).run(*inputs)
 
 
-def _constrain_range_for_size(symbol: torch.SymInt, low: int, high: int | None) -> None:
-    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size as constrain
-
-    constrain(symbol, min=low, max=high)
-
-
 def compile_piece(graph_module: fx.GraphModule, fresh: FreshSymbols, inputs: Sequence[Any], config: dict[str, Any]) -> Any:
     """Compile one piece with Inductor into an artifact that can be serialised. Takes ownership of `graph_module`.
 
     Inductor's configuration is patched around this call alone; 2.11 patches are process-wide, hence the lock."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
+    from torch.fx.experimental import _config
 
-    with compile_lock, torch.no_grad(), tracing(TracingContext(fresh.mode)):
+    shapes_config: Any = _config  # its `patch` is installed at run time
+
+    with compile_lock, torch.no_grad(), tracing(TracingContext(fresh.mode)), shapes_config.patch(backed_size_oblivious=True):
         return standalone_compile(
             graph_module, list(inputs), dynamic_shapes="from_tracing_context", options={"config_patches": config}, aot=True
         )
@@ -516,4 +555,5 @@ def quiet_compiler() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)  # the user's choice, not ours
         yield

@@ -6,6 +6,7 @@ they have been compared once with the loaded ones.
 
 from __future__ import annotations
 
+import copy
 import platform
 import time
 import warnings
@@ -260,26 +261,38 @@ class Driver:
         return digest, blob
 
     def _compile_piece(self, piece: Piece, traced: TracedGraph, passes: PassManager, index: int) -> bytes:
-        fresh = torch_compat.FreshSymbols()
-        inputs = []
-        for node in piece.graph_module.graph.nodes:
-            if node.op == "placeholder":
-                value = node.meta["example_value"]
-                for symbol in torch_compat.free_symbols(value):
-                    fresh.symbol(str(symbol), high=traced.bounds.get(traced.symbols.get(str(symbol), ""), None))
-                inputs.append(fresh.tensor(value) if isinstance(value, torch.Tensor) else fresh.integer(value))
-        options = {**_SETTINGS, **self.config.inductor, **passes.inductor_options(repr(sorted(map(str, traced.bounds.values()))))}
+        """Compile with hinted sizes, which fuse; without hints when that code would not serve every size."""
         try:
             with torch_compat.quiet_compiler():
-                fresh.propagate(piece.graph_module, inputs)
-                artifact = torch_compat.compile_piece(piece.graph_module, fresh, inputs, options)
-                self.counters.add(Count.INDUCTOR_COMPILES)
+                artifact, restrictions = self._inductor(piece, traced, passes, hinted=True)
+                if restrictions:
+                    self.counters.add(Count.UNHINTED_COMPILES)
+                    artifact, _ = self._inductor(piece, traced, passes, hinted=False)
                 return torch_compat.serialize_artifact(artifact)
         except Exception as error:
             raise CompileError(
                 f"Inductor could not compile piece {index}: {type(error).__name__}: {str(error).strip().splitlines()[0][:300]}",
                 hint="RUNG_DUMP=<folder> writes the piece; TORCH_LOGS=+inductor tells more",
             ) from error
+
+    def _inductor(self, piece: Piece, traced: TracedGraph, passes: PassManager, *, hinted: bool) -> tuple[Any, list[str]]:
+        """An artifact, and what Inductor assumed about the sizes from 2 on."""
+        fresh = torch_compat.FreshSymbols(hinted=hinted)
+        inputs = []
+        for node in piece.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                value = node.meta["example_value"]
+                for symbol in sorted(torch_compat.free_symbols(value), key=str):
+                    fresh.symbol(str(symbol), high=traced.bounds.get(traced.symbols.get(str(symbol), "")))
+                inputs.append(fresh.tensor(value) if isinstance(value, torch.Tensor) else fresh.integer(value))
+        # ranges and hints are not in Inductor's own key
+        tag = repr((hinted, sorted(map(str, traced.bounds.values()))))
+        module = copy.deepcopy(piece.graph_module)
+        fresh.propagate(module, inputs)
+        options = {**_SETTINGS, **self.config.inductor, **passes.inductor_options(tag)}
+        artifact = torch_compat.compile_piece(module, fresh, inputs, options)
+        self.counters.add(Count.INDUCTOR_COMPILES)
+        return artifact, fresh.restrictions()
 
     def _save(self, write: Callable[[], Any]) -> Any:
         """A store that cannot be written costs the next start, never this run."""

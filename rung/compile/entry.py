@@ -30,7 +30,7 @@ class EagerReason(StrEnum):
     GRADIENT = "gradient"  # a gradient could be asked for; compiled functions are for inference
     AUTOCAST = "autocast"  # the ambient autocast would change the dtypes that were traced
     TENSOR_SUBCLASS = "tensor_subclass"  # an argument is no plain tensor
-    TRANSFORM = "transform"  # another compiler is tracing through the call
+    EMPTY = "empty"  # a dynamic dimension has size 0; code is generated for sizes from 1
 
 
 class Entry(RuntimeState):
@@ -68,7 +68,7 @@ class Entry(RuntimeState):
         bound = inspect.signature(self.function).bind(*args, **kwargs)
         bound.apply_defaults()
         found = leaves(bound.arguments)
-        reason = self._eager_reason(found)
+        reason = self._eager_reason(found, dynamic_dims(self.function, found, self.config.dynamic))
         if reason is not None:
             self.counters.add(Count.EAGER_CALLS)
             self.counters.add(f"eager.{reason}")
@@ -129,7 +129,7 @@ class Entry(RuntimeState):
         changed = [new for old, new in zip(last, key, strict=False) if old != new]
         return ", ".join(str(item[0].dotted()) if isinstance(item, tuple) else "training" for item in changed) or "its number of arguments"
 
-    def _eager_reason(self, found: list[Leaf]) -> EagerReason | None:
+    def _eager_reason(self, found: list[Leaf], dims: Mapping[str, Mapping[int, str]]) -> EagerReason | None:
         tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
         if configuration.disabled():
             return EagerReason.DISABLED
@@ -139,6 +139,9 @@ class Entry(RuntimeState):
             return EagerReason.GRADIENT
         if any(torch.is_autocast_enabled(device_type) for device_type in {tensor.device.type for tensor in tensors}):
             return EagerReason.AUTOCAST
+        named = [(value, dims[path.dotted()]) for path, value in found if isinstance(value, torch.Tensor) and path.dotted() in dims]
+        if any(dim < value.dim() and value.shape[dim] == 0 for value, names in named for dim in names):
+            return EagerReason.EMPTY
         return None
 
     def _weights_need_grad(self) -> bool:

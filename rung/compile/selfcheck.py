@@ -1,4 +1,4 @@
-"""Compare a piece's raw entry with the artifact's full wrapper once, on synthetic inputs, before the raw entry is trusted."""
+"""Compare a piece's compiled entries with the traced graph once, on synthetic inputs, before they are trusted."""
 
 from __future__ import annotations
 
@@ -12,36 +12,42 @@ from rung.compile.pieces import Piece
 from rung.compile.split import mutates
 from rung.errors import InternalError
 
-_SIZE = 3  # of every dynamic dimension
+_SIZES = (1, 3)  # of every dynamic dimension
 _RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any]) -> None:
-    """Raises `InternalError` when both entries differ. `weights` are the module's tensors among the inputs, None elsewhere."""
+    """Raises `InternalError` when the raw entry, the wrapper and the traced graph differ at size 1 or 3.
+
+    Size 1 is checked because the code was generated for sizes from 2: there a dimension of size 1 is addressed like any other, which is
+    right because its only index is 0. `weights` are the module's tensors among the inputs, None elsewhere."""
     artifact = torch_compat.deserialize_artifact(blob)
     raw = torch_compat.raw_callable(artifact)
     if raw is None:
         raise InternalError("the compiled artifact has no callable inside", hint="report the torch version")
-    placeholders = [node for node in piece.graph_module.graph.nodes if node.op == "placeholder"]
+    nodes = list(piece.graph_module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    outputs = next(node for node in reversed(nodes) if node.op == "output").args[0]
+    in_place = any(mutates(node) for node in nodes)
     generator = torch.Generator().manual_seed(0)
-    values = [
-        _sample(node.meta["example_value"], generator) if weight is None else weight
-        for node, weight in zip(placeholders, weights, strict=True)
-    ]
-    in_place = any(mutates(node) for node in piece.graph_module.graph.nodes)
-    with torch.no_grad():
-        expected = artifact(*_own(values, in_place))
-        actual = raw(_own(values, in_place))
-    outputs = next(node for node in reversed(piece.graph_module.graph.nodes) if node.op == "output").args[0]
-    for index, (node, want, got) in enumerate(zip(outputs, expected, actual, strict=True)):
-        if _uninitialised(node):
-            continue
-        if not _agree(want, got):
-            raise InternalError(f"output {index} of a piece differs between its raw entry and its wrapper", hint="report the torch version")
+    for size in _SIZES:
+        values = [
+            _sample(node.meta["example_value"], size, generator) if weight is None else weight
+            for node, weight in zip(placeholders, weights, strict=True)
+        ]
+        with torch.no_grad():
+            expected = piece.graph_module(*_own(values, in_place))
+            for entry, came in (("wrapper", artifact(*_own(values, in_place))), ("raw entry", raw(_own(values, in_place)))):
+                for index, (node, want, got) in enumerate(zip(outputs, expected, came, strict=True)):
+                    if not _uninitialised(node) and not _agree(want, got):
+                        raise InternalError(
+                            f"output {index} of a piece differs between its {entry} and the traced graph at size {size}",
+                            hint="report it with the files that RUNG_DUMP=<folder> writes",
+                        )
 
 
 def _agree(want: Any, got: Any) -> bool:
-    """Equal up to rounding: libraries may sum in another order when a buffer is aligned otherwise."""
+    """Equal up to rounding: fused code rounds fewer intermediates, and libraries sum in other orders."""
     if not isinstance(want, torch.Tensor):
         return bool(want == got)
     if want.shape != got.shape or want.dtype != got.dtype:
@@ -72,11 +78,11 @@ def _uninitialised(node: torch.fx.Node) -> bool:
     return name in ("view", "reshape", "flatten", "unsqueeze", "transpose") and _uninitialised(node.all_input_nodes[0])
 
 
-def _sample(value: Any, generator: torch.Generator) -> Any:
+def _sample(value: Any, size: int, generator: torch.Generator) -> Any:
     if not isinstance(value, torch.Tensor):
-        return torch_compat.evaluate_size(value, _SIZE)
-    shape = [torch_compat.evaluate_size(extent, _SIZE) for extent in value.shape]
-    stride = [torch_compat.evaluate_size(extent, _SIZE) for extent in value.stride()]
+        return torch_compat.evaluate_size(value, size)
+    shape = [torch_compat.evaluate_size(extent, size) for extent in value.shape]
+    stride = [torch_compat.evaluate_size(extent, size) for extent in value.stride()]
     result = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
     if value.dtype.is_floating_point:
         return result.copy_(torch.randn(shape, generator=generator) * 0.5)

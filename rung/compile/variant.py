@@ -130,7 +130,7 @@ class Variant:
             else:
                 first[extent] = here
                 bound = self.compiled.plan.bounds.get(extent)
-                checks += [f"{here} <= {bound}"] if bound is not None else []
+                checks.append(f"{here} >= 1" if bound is None else f"1 <= {here} <= {bound}")
         return checks
 
 

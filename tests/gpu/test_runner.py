@@ -158,7 +158,7 @@ def test_a_step_of_decodes_waits_for_nothing() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert output is not None
-    assert len(output.get_output().token_ids) == 2
+    assert len(output.get_output().sampled_token_ids) == 2
 
 
 @pytest.mark.parametrize("graphs", ["none", "piecewise", "full_and_piecewise"])

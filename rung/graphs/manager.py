@@ -182,6 +182,10 @@ class GraphManager:
         return descriptor in self._programs
 
     @property
+    def num_captured(self) -> int:
+        return len(self._programs)
+
+    @property
     def captured(self) -> tuple[Descriptor, ...]:
         return capture_order(self._programs)
 

@@ -63,7 +63,7 @@ class WrappedGraphs:
                 self._dims = self._check(inputs, size, descriptor.num_tokens)
             manager = self._manager_for(descriptor.num_tokens, inputs)
             self._write(manager, inputs, descriptor)
-            if descriptor not in manager.captured:
+            if not manager.can_replay(descriptor):
                 manager.capture([descriptor])
                 self._write(manager, inputs, descriptor)
             outputs = manager.run(dispatch)
@@ -113,8 +113,8 @@ class WrappedGraphs:
         if not self.padded and self.config.capture_sizes is not None and size not in self.ladder.sizes:
             return Dispatch(none, Reason.NOT_CAPTURED)
         descriptor = Descriptor(mode=self.mode, num_tokens=target)
-        captured = self._manager.captured if self._manager is not None else ()
-        if not self.padded and descriptor not in captured and len(captured) >= _MAX_EXACT_SIZES:
+        manager = self._manager
+        if manager is not None and not self.padded and not manager.can_replay(descriptor) and manager.num_captured >= _MAX_EXACT_SIZES:
             return Dispatch(none, Reason.NOT_CAPTURED)
         return Dispatch(descriptor, Reason.BEST, target - size)
 

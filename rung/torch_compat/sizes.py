@@ -22,14 +22,14 @@ def upper_bound(shape_env: Any, symbol: Any) -> int | None:
 
 
 def unproved_relations(capture: Capture, bounds: dict[Any, int | None]) -> list[tuple[Any, str]]:
-    """Relations that the trace relies on and that do not hold for all sizes from 0 to the bounds, each with its place in user code.
+    """Relations that the trace relies on and that do not hold for all sizes from 1 to the bounds, each with its place in user code.
 
-    They are proved with the symbols' full ranges and without the trace's own assertions as axioms."""
+    Size 0 is left out because an empty call runs eagerly. They are proved with the symbols' full ranges and without the trace's own assertions as axioms."""
     from torch.utils._sympy.numbers import int_oo
     from torch.utils._sympy.value_ranges import ValueRanges
 
     env = capture.shape_env
-    full = {symbol: ValueRanges(0, int_oo if bound is None else bound) for symbol, bound in bounds.items()}
+    full = {symbol: ValueRanges(1, int_oo if bound is None else bound) for symbol, bound in bounds.items()}
     relations = [(item.expr, item.stack) for items in env.deferred_runtime_asserts.values() for item in items]
     relations += [(guard.expr, getattr(guard, "sloc", None)) for guard in env.guards]
     found = []
@@ -50,7 +50,7 @@ def bounding_constant(shape_env: Any, relation: Any, symbol: Any) -> int | None:
     for constant in constants:
         # up to the constant Min(constant, s) is s, which the range analysis does not see by itself
         reduced = relation.replace(lambda e: type(e).__name__ == "Min" and symbol in e.args, lambda _: symbol)
-        static = shape_env._maybe_evaluate_static(reduced, axioms=(), var_to_range=((symbol, ValueRanges(0, constant)),))
+        static = shape_env._maybe_evaluate_static(reduced, axioms=(), var_to_range=((symbol, ValueRanges(1, constant)),))
         if static is not None and bool(static):
             return constant
     return None

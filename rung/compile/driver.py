@@ -28,6 +28,7 @@ from rung.compile.fingerprint import fingerprint
 from rung.compile.paths import Path
 from rung.compile.pieces import Piece, refuse_aliased_writes
 from rung.compile.plan import CompilePlan, TensorSpec
+from rung.compile.rows import output_dims, prove_rows
 from rung.compile.selfcheck import check_piece
 from rung.compile.sources import current_digest, type_refs
 from rung.compile.trace import DynamicDims, TracedGraph, self_name, trace
@@ -117,6 +118,8 @@ class Driver:
             "dynamic": {name: {str(dim): symbol for dim, symbol in d.items()} for name, d in dims.items()},
             "maximum": self.config.maximum,
             "split_ops": sorted(self.config.split_ops),
+            "pad": sorted(self.config.pad),
+            "row_wise_ops": sorted(self.config.row_wise_ops),
             "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
             "constants": {name: value for name, value in constants.items() if name not in paths},
             **self._code_factors(_device(tensors, owner)),
@@ -184,6 +187,15 @@ class Driver:
             traced = trace(function, locals_, dims, maximum=self.config.maximum)
             self.counters.add(Count.DYNAMO_TRACES)
         dump.traced(traced)
+        with clock("rows"):
+            rows = prove_rows(
+                traced.graph_module,
+                traced.symbols,
+                traced.bounds,
+                [traced.unified.get(name, name) for name in self.config.pad],
+                self.config.row_wise_ops,
+            )
+            dims_out = output_dims(traced.graph_module, traced.symbols)
         with clock("split"):
             graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         pieces, blobs = self._compile_pieces(graph, traced, _device(tensors, getattr(function, "__self__", None)), report, clock, dump)
@@ -198,6 +210,8 @@ class Driver:
             template=traced.template,
             sources=(*traced.sources, *type_refs(traced.template)),
             written=graph.written,
+            rows=rows,
+            output_dims=dims_out,
         )
         if keep:
             with clock("save"):

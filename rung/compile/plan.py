@@ -7,14 +7,15 @@ holds no path and nothing of the machine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rung.compile.paths import Path
+from rung.compile.rows.state import Verdict
 from rung.compile.sources import SourceRef
 from rung.compile.template import Template
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class CompilePlan:
     template: Template
     sources: tuple[SourceRef, ...]
     written: tuple[int, ...] = ()  # value numbers of the graph's inputs that are updated in place
+    rows: Mapping[str, Verdict | None] = field(default_factory=dict)  # dimension to be padded -> None when its rows are independent
+    output_dims: tuple[Mapping[int, str], ...] = ()  # for each flat output the names of its dynamic dimensions
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -83,6 +86,8 @@ class CompilePlan:
             "template": self.template,
             "sources": [ref.to_json() for ref in self.sources],
             "written": list(self.written),
+            "rows": {name: verdict and verdict.to_json() for name, verdict in self.rows.items()},
+            "output_dims": [[[dim, name] for dim, name in dims.items()] for dims in self.output_dims],
         }
 
     @staticmethod
@@ -98,6 +103,8 @@ class CompilePlan:
             template=data["template"],
             sources=tuple(SourceRef(*item) for item in data["sources"]),
             written=tuple(data["written"]),
+            rows={name: verdict and Verdict.from_json(verdict) for name, verdict in data["rows"].items()},
+            output_dims=tuple(dict(dims) for dims in data["output_dims"]),
         )
 
 

@@ -4,6 +4,6 @@ A closed table (`rules`) says for each op which dimension of its results holds t
 rule is not proved. `Rows` of one dimension and their place in a tensor: `state`."""
 
 from rung.compile.rows.state import Verdict, Verdicts
-from rung.compile.rows.walk import prove_rows
+from rung.compile.rows.walk import output_dims, prove_rows
 
-__all__ = ["Verdict", "Verdicts", "prove_rows"]
+__all__ = ["Verdict", "Verdicts", "output_dims", "prove_rows"]

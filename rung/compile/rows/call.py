@@ -14,13 +14,21 @@ StateOf = Callable[[torch.Tensor], State]
 
 
 class Call:
-    """The view that a rule has of a call. `rows` is the symbol of the dimension, `result` what the op returned."""
+    """The view that a rule has of a call. `rows` is the symbol of the dimension, at most `bound`; `result` is what the op returned."""
 
     def __init__(
-        self, op: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, rows: Any, state_of: StateOf
+        self,
+        op: torch_compat.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        rows: Any,
+        bound: int | None,
+        state_of: StateOf,
     ) -> None:
         self.op = op
         self.rows = rows
+        self.bound = bound
         self.result = result
         self.state = state_of
         schema = op._schema.arguments
@@ -67,7 +75,7 @@ class Call:
         return found
 
     def shape(self, tensor: torch.Tensor) -> list[Extent]:
-        return [size(extent) for extent in tensor.shape]
+        return [self.size(extent) for extent in tensor.shape]
 
     def outputs(self) -> list[torch.Tensor]:
         return [leaf for leaf in torch_compat.tree_leaves(self.result) if isinstance(leaf, torch.Tensor)]
@@ -84,7 +92,7 @@ class Call:
         dims = [dim for dim, extent in enumerate(output.shape) if self.mentions(extent)]
         if not dims:
             return None
-        inner = ratio(size(output.shape[dims[0]]), self.rows)
+        inner = ratio(self.size(output.shape[dims[0]]), self.rows)
         if len(dims) > 1 or inner is None or self.mentions_extent(inner):
             raise unknown(f"its shape {list(output.shape)} does not count rows in one dimension")
         return Axis(dims[0], 1, inner)
@@ -92,10 +100,17 @@ class Call:
     def mentions_extent(self, extent: Extent) -> bool:
         return self.rows in getattr(extent, "free_symbols", ())
 
-
-def size(extent: Any) -> Extent:
-    """An int as it is, the expression of a symbolic size."""
-    return extent if isinstance(extent, int) else torch_compat.symbol_of(extent)
+    def size(self, extent: Any) -> Extent:
+        """An int as it is, the expression of a symbolic size. Min(64, rows) is the number of rows when there are never more than 64."""
+        if isinstance(extent, int):
+            return extent
+        expression: Any = torch_compat.symbol_of(extent)
+        if self.bound is None or not self.mentions_extent(expression):
+            return expression
+        limits = {self.rows, *(atom for atom in expression.atoms() if atom.is_Integer and atom >= self.bound)}
+        return expression.replace(
+            lambda e: type(e).__name__ == "Min" and self.rows in e.args and limits.issuperset(e.args), lambda _: self.rows
+        )
 
 
 def dims_of(value: Any, rank: int) -> set[int]:

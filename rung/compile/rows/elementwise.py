@@ -11,17 +11,84 @@ from rung.compile.rows.state import Axis, State, mixes, unknown
 
 # Pointwise, but not tagged so in torch 2.13.
 POINTWISE = frozenset(
-    "copy copy_ _to_copy detach alias fill fill_ zero_ lift_fresh lift_fresh_copy _conj conj_physical resolve_conj prelu _prelu_kernel "
-    "isin zeros_like ones_like full_like empty_like zero zero_ masked_fill masked_fill_ positive".split()
+    [
+        "copy",
+        "copy_",
+        "fill",
+        "fill_",
+        "zero_",
+        "_conj",
+        "conj_physical",
+        "resolve_conj",
+        "prelu",
+        "_prelu_kernel",
+        "isin",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "zero",
+        "zero_",
+        "masked_fill",
+        "masked_fill_",
+        "positive",
+    ]
 )
-FACTORIES = frozenset("zeros ones full empty new_zeros new_ones new_full new_empty empty_strided new_empty_strided".split())
+FACTORIES = frozenset(
+    ["zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided", "new_empty_strided"]
+)
 REDUCTIONS = frozenset(
-    "sum mean amax amin aminmax max min argmax argmin prod any all var std var_mean std_mean logsumexp nansum nanmean median nanmedian mode "
-    "count_nonzero norm linalg_vector_norm kthvalue".split()
+    [
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "aminmax",
+        "max",
+        "min",
+        "argmax",
+        "argmin",
+        "prod",
+        "any",
+        "all",
+        "var",
+        "std",
+        "var_mean",
+        "std_mean",
+        "logsumexp",
+        "nansum",
+        "nanmean",
+        "median",
+        "nanmedian",
+        "mode",
+        "count_nonzero",
+        "norm",
+        "linalg_vector_norm",
+        "kthvalue",
+    ]
 )
 ALONG = frozenset(
-    "_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp cummax cummin sort topk argsort glu flip roll "
-    "renorm cumsum_ cumprod_".split()
+    [
+        "_softmax",
+        "_log_softmax",
+        "_safe_softmax",
+        "softmax",
+        "log_softmax",
+        "cumsum",
+        "cumprod",
+        "logcumsumexp",
+        "cummax",
+        "cummin",
+        "sort",
+        "topk",
+        "argsort",
+        "glu",
+        "flip",
+        "roll",
+        "renorm",
+        "cumsum_",
+        "cumprod_",
+    ]
 )
 _SPATIAL = re.compile(
     r"_?(?:adaptive_)?(?:avg|max)_pool(\d)d(?:_with_indices)?|upsample_[a-z_]*(\d)d|_upsample_[a-z_]*(\d)d|(?:reflection|replication)_pad(\d)d"

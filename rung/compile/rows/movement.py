@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rung.compile.rows.call import Call, dims_of, size
+from rung.compile.rows.call import Call, dims_of
 from rung.compile.rows.elementwise import broadcast
 from rung.compile.rows.state import Axis, Refusal, State, mixes, ratio, reshaped, unknown
 
@@ -56,10 +56,10 @@ def repeat(call: Call) -> State:
     if axis is None:
         dims = [dim for dim, count in enumerate(repeats) if call.mentions(count)]
         dim = dims[0]
-        inner = ratio(size(call.outputs()[0].shape[dim]), call.rows)
+        inner = ratio(call.size(call.outputs()[0].shape[dim]), call.rows)
         return Axis(dim, 1, inner)
     dim = axis.dim + missing
-    return Axis(dim, axis.outer * size(repeats[dim]), axis.inner)
+    return Axis(dim, axis.outer * call.size(repeats[dim]), axis.inner)
 
 
 def narrow(call: Call) -> State:
@@ -77,7 +77,7 @@ def narrow(call: Call) -> State:
         return found
     if axis.dim != dim:
         return axis
-    if not start and step == 1 and size(output.shape[dim]) == size(source.shape[dim]):
+    if not start and step == 1 and call.size(output.shape[dim]) == call.size(source.shape[dim]):
         return axis
     raise mixes(f"it cuts dimension {dim}, which counts rows, at a fixed place")
 

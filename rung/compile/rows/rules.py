@@ -21,8 +21,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(elementwise.REDUCTIONS, elementwise.reduction),
     **dict.fromkeys(elementwise.ALONG, elementwise.along),
     **contraction.RULES,
-    "_to_copy": elementwise.converted,
-    "clone": elementwise.converted,
+    **dict.fromkeys(("_to_copy", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy"), elementwise.converted),
     "arange": elementwise.arange,
     "native_layer_norm": elementwise.layer_norm,
     "_fused_rms_norm": elementwise.layer_norm,
@@ -96,7 +95,7 @@ def apply(call: Call, row_wise: frozenset[str]) -> Result:
         raise unknown("it is no op of torch; name it in `row_wise_ops` if row i of its results depends on row i of its arguments alone")
     if any(call.mentions(value) for value in call.scalars if not isinstance(value, torch.Tensor)) and name not in _BY_SIZE:
         raise mixes("it uses the number of rows as a value")
-    if torch.Tag.nondeterministic_seeded in call.op.tags:
+    if torch.Tag.nondeterministic_seeded in call.op.tags and call.arguments.get("dropout_p") != 0:
         raise unknown("it draws random numbers for all rows together")
     trailing = elementwise.spatial_dims(name)
     if trailing is not None:

@@ -26,47 +26,58 @@ def prove_rows(
 ) -> dict[str, Verdict | None]:
     """For each dimension in `names`: None when row i of every output depends on row i of the inputs alone, else what prevents the proof.
 
-    `symbols` and `bounds` are those of a `TracedGraph`, whose graph is read and not changed. `row_wise` names ops (such as "mylib::scale")
-    that are taken to keep rows apart. A proof holds for all sizes from 2 to the bound, under one condition: positions of rows are those
-    of the padded tensors, so padding goes behind the real rows."""
-    fresh = torch_compat.FreshSymbols(hinted=True)
+    `symbols` and `bounds` are those of a `TracedGraph`, whose graph is read and not changed. `row_wise` names ops (such as
+    "mylib::scale") that are taken to keep rows apart. A proof holds for all sizes that the trace serves, when padding goes behind the real
+    rows."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    inputs = [_fresh_input(node.meta["example_value"], fresh, symbols, bounds) for node in placeholders]
-    by_name = {name: fresh.symbol(symbol).node.expr for symbol, name in symbols.items() if name in names}
-    rows = {name: Rows(symbol, frozenset(row_wise)) for name, symbol in by_name.items()}
+    inputs = [node.meta["example_value"] for node in placeholders]
+    known = {str(symbol): symbol for value in inputs for symbol in torch_compat.free_symbols(value)}
+    wanted = {name: known[symbol] for symbol, name in symbols.items() if name in names and symbol in known}
+    rows = {name: Rows(symbol, bounds.get(name), frozenset(row_wise)) for name, symbol in wanted.items()}
+    if not rows:
+        return {}
     mode = _Follow(list(rows.values()))
     for node, value in zip(placeholders, inputs, strict=True):
         mode.node = node
         for item in rows.values():
             item.take_input(value, node)
+    fake_mode: Any = next(found for value in inputs if (found := getattr(value, "fake_mode", None)) is not None)
     try:
-        with fresh.mode, torch.no_grad():
+        with fake_mode, torch.no_grad():
             _Walk(graph_module, mode).run(*inputs)
     except Exception as error:  # whatever torch raises for code that it cannot run on fake tensors: nothing is proved then
         for item in rows.values():
             item.refuse(mode.node, unknown(f"it could not be followed: {type(error).__name__}: {str(error).strip()[:200]}"))
-    limits = fresh.restrictions()
-    if limits:
-        for item in rows.values():
-            item.refuse(mode.node, unknown(f"it was followed for sizes with {limits[0]} only"))
+    still_free = {symbol for value in inputs for symbol in torch_compat.free_symbols(value)}
+    for item in rows.values():
+        if item.symbol not in still_free:
+            item.refuse(mode.node, unknown("it was followed for one size only"))
     return {name: item.verdict for name, item in rows.items()}
 
 
-def _fresh_input(value: Any, fresh: torch_compat.FreshSymbols, symbols: Mapping[str, str], bounds: Mapping[str, int | None]) -> Any:
-    for symbol in sorted(torch_compat.free_symbols(value), key=str):
-        fresh.symbol(str(symbol), high=bounds.get(symbols.get(str(symbol), "")))
-    return fresh.tensor(value) if isinstance(value, torch.Tensor) else fresh.integer(value)
+def output_dims(graph_module: fx.GraphModule, symbols: Mapping[str, str]) -> tuple[dict[int, str], ...]:
+    """For each flat output the dimensions that are exactly one of the dynamic dimensions."""
+    output = next(node for node in reversed(graph_module.graph.nodes) if node.op == "output")
+    found: list[dict[int, str]] = []
+    for item in output.args[0]:
+        value = item.meta.get("example_value") if isinstance(item, fx.Node) else None
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        names = {dim: symbols.get(str(torch_compat.symbol_of(extent))) for dim, extent in enumerate(shape)}
+        found.append({dim: name for dim, name in names.items() if name is not None})
+    return tuple(found)
 
 
 class Rows:
     """The rows of one dimension during a walk. `verdict` is the first reason against a proof that an output or a buffer depends on."""
 
-    def __init__(self, symbol: Any, row_wise: frozenset[str]) -> None:
+    def __init__(self, symbol: Any, bound: int | None, row_wise: frozenset[str]) -> None:
         self.symbol = symbol
+        self.bound = bound
         self.row_wise = row_wise
         self.verdict: Verdict | None = None
         self._states: dict[int, tuple[torch.Tensor, State]] = {}  # id -> (the tensor, kept alive; its state)
         self._spoilt: dict[int, Verdict] = {}  # storage that something unproved was written to
+        self._written: set[int] = set()  # storages that were written in place
         self._inputs: dict[int, State] = {}  # storage of a graph input -> state of the whole input
 
     def take_input(self, value: Any, node: fx.Node) -> None:
@@ -84,12 +95,17 @@ class Rows:
         self.verdict = self.verdict or _verdict(node, reason, op)
 
     def state(self, tensor: torch.Tensor) -> State:
-        spoilt = self._spoilt.get(torch_compat.storage_identity(tensor)) if self._spoilt else None
-        return spoilt or self._states.get(id(tensor), (tensor, None))[1]
+        state = self._states.get(id(tensor), (tensor, None))[1]
+        if not self._written:
+            return state
+        storage = torch_compat.storage_identity(tensor)
+        if storage in self._written and isinstance(state, Axis):
+            state = state.at(state.dim)  # it held known values
+        return self._spoilt.get(storage, state)
 
     def visit(self, op: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, node: fx.Node) -> None:
         """Take note of one call."""
-        call = Call(op, args, kwargs, result, self.symbol, self.state)
+        call = Call(op, args, kwargs, result, self.symbol, self.bound, self.state)
         outputs = call.outputs()
         spoilt = next((state for tensor in call.tensors() if isinstance(state := self.state(tensor), Verdict)), None)
         states: list[State] = [spoilt] * len(outputs)
@@ -131,9 +147,7 @@ class Rows:
         if state is not None and call.shape(tensor)[state.dim] != state.outer * self.symbol * state.inner:
             raise unknown(f"its result of shape {list(tensor.shape)} does not hold every row once")
 
-    def _write(
-        self, call: Call, results: Mapping[int, State], before: Mapping[int, State], reason: Verdict | None, node: fx.Node
-    ) -> None:
+    def _write(self, call: Call, results: Mapping[int, State], before: Mapping[int, State], reason: Verdict | None, node: fx.Node) -> None:
         """What the op writes in place: memory keeps its meaning, or nobody may use it any more."""
         for argument in call.op._schema.arguments:
             if argument.alias_info is None or not argument.alias_info.is_write:
@@ -141,6 +155,7 @@ class Rows:
             for tensor in (leaf for leaf in torch_compat.tree_leaves(call[argument.name]) if isinstance(leaf, torch.Tensor)):
                 old, new = before[id(tensor)], results.get(id(tensor), before[id(tensor)])
                 storage = torch_compat.storage_identity(tensor)
+                self._written.add(storage)
                 fault = reason or (new if isinstance(new, Verdict) else None)
                 if fault is None and new != old:
                     fault = _verdict(node, unknown("it writes rows over memory that holds other rows"), call.op)
@@ -150,8 +165,6 @@ class Rows:
                     self._spoilt[storage] = fault
                     if storage in self._inputs:  # it outlives the call
                         self.verdict = self.verdict or fault
-                elif isinstance(old, Axis):
-                    self._set(tensor, old.at(old.dim))
 
     def finish(self, outputs: Sequence[Any], node: fx.Node) -> None:
         """Look at the flat outputs of the graph."""
@@ -171,7 +184,7 @@ class _Follow(torch_compat.TorchDispatchMode):
     """Shows every ATen call to the rows. IR ops are followed through their bodies."""
 
     def __init__(self, rows: Sequence[Rows]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
         self.node: Any = None  # the node of the graph that is running
 

@@ -24,7 +24,8 @@ def upper_bound(shape_env: Any, symbol: Any) -> int | None:
 def unproved_relations(capture: Capture, bounds: dict[Any, int | None]) -> list[tuple[Any, str]]:
     """Relations that the trace relies on and that do not hold for all sizes from 1 to the bounds, each with its place in user code.
 
-    Size 0 is left out because an empty call runs eagerly. They are proved with the symbols' full ranges and without the trace's own assertions as axioms."""
+    Size 0 is left out because an empty call runs eagerly. They are proved with the symbols' full ranges and without the trace's own
+    assertions as axioms."""
     from torch.utils._sympy.numbers import int_oo
     from torch.utils._sympy.value_ranges import ValueRanges
 

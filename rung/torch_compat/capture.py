@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from rung.torch_compat.compiler import compile_lock
+from rung.torch_compat.user_code import is_user_file, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +127,8 @@ def node_location(node: fx.Node) -> str:
     """` at file:line (code)` of the user code behind a graph node, or an empty text."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.stack_trace or "")
     for file, line, code in reversed(frames):
-        if "/torch/" not in file and "/rung/" not in file:
-            return f" at {file}:{line} ({code.strip()})"
+        if is_user_file(file):
+            return place(file, int(line), code)
     return ""
 
 

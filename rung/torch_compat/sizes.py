@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from rung.torch_compat.capture import Capture
+from rung.torch_compat.user_code import is_user_file, place
 
 
 def resolved_symbol(shape_env: Any, size: Any) -> Any | None:
@@ -62,8 +63,8 @@ def _place(stack: Any) -> str:
     summary = getattr(stack, "summary", None)
     frames = summary() if callable(summary) else getattr(stack, "framework_loc", None) or ()
     for frame in reversed(list(frames) if not isinstance(frames, str) else []):
-        if f"{'torch'}/" not in frame.filename and "/rung/" not in frame.filename and frame.line:
-            return f" at {frame.filename}:{frame.lineno} ({frame.line.strip()})"
+        if is_user_file(frame.filename) and frame.line:
+            return place(frame.filename, frame.lineno, frame.line)
     return ""
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from rung.attention import AttentionBackend, AttentionSpec, CaptureSupport, attention_layers
 from rung.attention.select import select_backend
 from rung.compile.compiled import CompiledFunction
-from rung.compile.driver import CompileReport
 from rung.compile.entry import Entry
+from rung.compile.report import CompileReport
 from rung.config import CompileConfig
 from rung.counters import Counters
 from rung.errors import ConfigError

@@ -36,7 +36,6 @@ class Request:
     num_computed_tokens: int = 0  # scheduled tokens, those of steps in flight included
     num_in_flight: int = 0  # tokens being sampled that the host does not know yet
     block_ids: list[int] = field(default_factory=list)
-    num_preemptions: int = 0
 
     @property
     def num_tokens(self) -> int:

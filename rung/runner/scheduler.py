@@ -168,7 +168,6 @@ class Scheduler:
         draft.preempted.add(request.request_id)
         self._free_blocks(request)
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
         self.waiting.appendleft(request)
 

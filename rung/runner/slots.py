@@ -26,7 +26,6 @@ class RequestSlots:
         self.max_num_requests = max_num_requests
         self.max_model_len = max_model_len
         self.slot_of: dict[str, int] = {}
-        self.request_at: dict[int, str] = {}
         self.free_slots = list(range(max_num_requests))
 
         self.prompt_len_np = np.zeros(max_num_requests, np.int32)
@@ -72,7 +71,6 @@ class RequestSlots:
         assert len(token_ids) >= prompt_len
         slot = self.free_slots.pop()
         self.slot_of[request_id] = slot
-        self.request_at[slot] = request_id
         self.prompt_len_np[slot] = prompt_len
         self._staged_ids.stage(slot, 0, token_ids)
         self._set_lengths(slot, prefill_len=len(token_ids), num_computed_tokens=num_computed_tokens)
@@ -85,7 +83,6 @@ class RequestSlots:
     def remove(self, request_id: str) -> int:
         """Free the slot of a finished or preempted request."""
         slot = self.slot_of.pop(request_id)
-        del self.request_at[slot]
         self.free_slots.append(slot)
         return slot
 

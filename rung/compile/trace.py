@@ -191,7 +191,7 @@ def _trace_error(function: Callable[..., Any], error: BaseException) -> TraceErr
         )
     return TraceError(
         f"{_name(function)} could not be traced as one graph{where}: {reason}",
-        hint="remove the call from forward, or mark the function that holds it so that it runs outside of the graph; "
+        hint="move it out of forward, or into a custom op (torch.library.custom_op) whose name is in `split_ops`; "
         "RUNG_DISABLE=1 runs the module eagerly",
     )
 

@@ -105,7 +105,8 @@ def is_size_decision(error: BaseException) -> bool:
     """Whether a trace failed because the code decides on an unbacked size (rather than on a value that only exists while running)."""
     seen: BaseException | None = error
     while seen is not None:
-        if "data-dependent" in str(seen) and "Size-like symbols: none" not in str(seen):
+        text = str(seen)
+        if "Size-like symbols: " in text and "Size-like symbols: none" not in text:
             return True
         seen = seen.__cause__ or seen.__context__
     return False

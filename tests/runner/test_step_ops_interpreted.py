@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 FILES = ("tests/runner/test_step_ops.py", "tests/runner/test_input_buffers.py", "tests/runner/test_block_table.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_kernels_in_the_interpreter() -> None:
     """Triton decides at import whether it interprets, so the kernels run in a process of their own."""
@@ -22,7 +23,7 @@ def test_kernels_in_the_interpreter() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
     passed = re.search(r"(\d+) passed", result.stdout)

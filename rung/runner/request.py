@@ -45,7 +45,8 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens that a step could compute now; 0 when the request may not grow any more."""
-        return self.num_tokens - self.num_computed_tokens if self.num_tokens < self.max_total_tokens else 0
+        num_tokens = self.num_tokens
+        return num_tokens - self.num_computed_tokens if num_tokens < self.max_total_tokens else 0
 
     @property
     def is_finished(self) -> bool:

@@ -48,7 +48,7 @@ OUTPUT_POLICIES = ("clone", "borrow")
 class CompileConfig:
     """How one module is compiled and run. Frozen and validated when built."""
 
-    dynamic: Mapping[str, Mapping[int, str]] | None = None  # argument -> {dim: name}; None: dim 0 of every argument annotated as a tensor
+    dynamic: Mapping[str, Mapping[int, str]] | None = None  # argument -> {dim: name}; None: dim 0 of every tensor argument
     maximum: int | None = None  # largest size of a dynamic dimension; None: any
     split_ops: tuple[str, ...] = ()  # ops to cut at, beside rung's attention ops
     method: str = "forward"
@@ -56,7 +56,7 @@ class CompileConfig:
     pad: tuple[str, ...] = ()  # names of the dimensions that may be padded to a capture size
     pad_unproved: bool = False  # pad dimensions whose rows nothing mixes in a test run, though some operation has no rule
     row_wise_ops: tuple[str, ...] = ()  # custom ops ("namespace::name") whose row i depends on row i of their arguments alone
-    capture_sizes: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = None  # by dimension when there are several; None: series
+    capture_sizes: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = None  # by dimension if several; None: to `maximum` or 512
     outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
     max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces

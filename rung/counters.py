@@ -27,7 +27,6 @@ class Count(StrEnum):
     ARTIFACT_LOADS = "artifact_loads"
     ARTIFACT_WRITES = "artifact_writes"
     EAGER_CALLS = "eager_calls"
-    COMPILED_CALLS = "compiled_calls"
     CAPTURES = "captures"
     REPLAYS = "replays"
     PADDING_CHECKS = "padding_checks"  # runs that compared exact with padded sizes

@@ -66,6 +66,20 @@ def test_side_effects_are_collected_and_other_warnings_given_again() -> None:
     assert len(caught) == 1
 
 
+def test_a_folder_called_like_us_is_user_code() -> None:
+    assert torch_compat.is_user_file("/home/somebody/rung/torch/train.py")
+    assert not torch_compat.is_user_file(torch.nn.__file__)
+    assert not torch_compat.is_user_file(torch_compat.__file__)
+
+
+def test_location_of_a_node_in_a_folder_called_like_us() -> None:
+    node = fx.Graph().placeholder("x")
+    node.stack_trace = (
+        f'File "/home/somebody/rung/train.py", line 7, in forward\n    y = x + 1\nFile "{torch.nn.__file__}", line 1, in f\n    z'
+    )
+    assert torch_compat.node_location(node) == " at /home/somebody/rung/train.py:7 (y = x + 1)"
+
+
 def test_fresh_symbols_are_shared_by_name() -> None:
     fresh = FreshSymbols()
     assert fresh.symbol("rows") is fresh.symbol("rows")

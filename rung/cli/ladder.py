@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.option("--max", "maximum", type=int, default=512, show_default=True, help="The largest size that will ever come.")
-@click.option("--sizes", metavar="N,N,...", callback=integers, help="Capture these sizes instead of the documents' series.")
+@click.option("--max", "maximum", type=int, help="The largest size that will ever come; default: the largest of --sizes, else 512.")
+@click.option("--sizes", metavar="N,N,...", callback=integers, help="Capture these sizes instead of the default series.")
 @click.option("--trim", type=int, help="Keep at most this many sizes, those that cost the least padding.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def ladder(maximum: int, sizes: tuple[int, ...] | None, trim: int | None, as_json: bool) -> None:
+def ladder(maximum: int | None, sizes: tuple[int, ...] | None, trim: int | None, as_json: bool) -> None:
     """Print the capture sizes and their padding."""
-    from rung.graphs import Ladder
+    from rung.graphs.ladder import DEFAULT_TOP, Ladder
 
-    chosen = Ladder.custom(sizes, maximum) if sizes else Ladder.up_to(maximum)
+    chosen = Ladder.custom(sizes, maximum) if sizes else Ladder.up_to(DEFAULT_TOP if maximum is None else maximum)
     if trim is not None:
         chosen = chosen.trimmed(trim)
     rows = _intervals(chosen)

@@ -70,8 +70,8 @@ class WrappedGraphs:
                 manager.capture([descriptor])
                 self._write(manager, inputs, descriptor)
             outputs = manager.run(dispatch)
-            cut, dims = (sizes, self.compiled.plan.output_dims) if dispatch.padding else (None, None)
-            flat = outputs.cut(cut, dims) if self.config.outputs == "borrow" else outputs.clone(cut, dims)
+            take = outputs.cut if self.config.outputs == "borrow" else outputs.clone
+            flat = take(sizes, self.compiled.plan.output_dims) if dispatch.padding else take(None)
             return self.compiled.restore(self._restore_sizes(flat, inputs), inputs)
 
     def capture(self, sizes: Sequence[int | Mapping[str, int]], inputs: Sequence[Any]) -> CaptureReport:

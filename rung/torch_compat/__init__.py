@@ -46,6 +46,7 @@ from rung.torch_compat.sizes import (
     unproved_relations,
     upper_bound,
 )
+from rung.torch_compat.user_code import is_user_file, place
 
 __all__ = [
     "Capture",
@@ -71,6 +72,8 @@ __all__ = [
     "is_capture_error",
     "is_python_op",
     "is_size_decision",
+    "is_user_file",
+    "place",
     "is_sym_int_node",
     "map_tensors",
     "mark_unbacked",

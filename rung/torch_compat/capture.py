@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rung.torch_compat.compiler import compile_lock
+from rung.torch_compat.user_code import is_user_file, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ def is_size_decision(error: BaseException) -> bool:
     """Whether a trace failed because the code decides on an unbacked size (rather than on a value that only exists while running)."""
     seen: BaseException | None = error
     while seen is not None:
-        if "data-dependent" in str(seen) and "Size-like symbols: none" not in str(seen):
+        text = str(seen)
+        if "Size-like symbols: " in text and "Size-like symbols: none" not in text:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
@@ -130,8 +132,8 @@ def node_location(node: fx.Node) -> str:
     """` at file:line (code)` of the user code behind a graph node, or an empty text."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.stack_trace or "")
     for file, line, code in reversed(frames):
-        if "/torch/" not in file and "/rung/" not in file:
-            return f" at {file}:{line} ({code.strip()})"
+        if is_user_file(file):
+            return place(file, int(line), code)
     return ""
 
 

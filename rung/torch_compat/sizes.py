@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from rung.torch_compat.capture import Capture
+from rung.torch_compat.user_code import is_user_file, place
 
 
 def resolved_symbol(shape_env: Any, size: Any) -> Any | None:
@@ -24,7 +25,8 @@ def upper_bound(shape_env: Any, symbol: Any) -> int | None:
 def unproved_relations(capture: Capture, bounds: dict[Any, int | None]) -> list[tuple[Any, str]]:
     """Relations that the trace relies on and that do not hold for all sizes from 1 to the bounds, each with its place in user code.
 
-    Size 0 is left out because an empty call runs eagerly. They are proved with the symbols' full ranges and without the trace's own assertions as axioms."""
+    Size 0 is left out because an empty call runs eagerly. They are proved with the symbols' full ranges and without the trace's own
+    assertions as axioms."""
     from torch.utils._sympy.numbers import int_oo
     from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -61,8 +63,8 @@ def _place(stack: Any) -> str:
     summary = getattr(stack, "summary", None)
     frames = summary() if callable(summary) else getattr(stack, "framework_loc", None) or ()
     for frame in reversed(list(frames) if not isinstance(frames, str) else []):
-        if f"{'torch'}/" not in frame.filename and "/rung/" not in frame.filename and frame.line:
-            return f" at {frame.filename}:{frame.lineno} ({frame.line.strip()})"
+        if is_user_file(frame.filename) and frame.line:
+            return place(frame.filename, frame.lineno, frame.line)
     return ""
 
 

@@ -22,7 +22,7 @@ ROWS = {0: "rows"}
 def graphed(function: Callable[..., Any], *example: torch.Tensor, dims: Any = None, **options: Any) -> WrappedGraphs:
     """`function` behind graphs, its pieces uncompiled; every argument has dynamic rows unless `dims` says otherwise."""
     dynamic = dims or {"x": ROWS}
-    compiled, _ = uncompiled(function, *example, dynamic=dynamic)
+    compiled, _ = uncompiled(function, *example, dynamic=dynamic, pad=options.get("pad", ()))
     tensors = tuple(
         (path, dataclasses.replace(spec, shape=tuple(dynamic.get(path.dotted(), {}).get(dim, size) for dim, size in enumerate(spec.shape))))
         for path, spec in compiled.plan.tensors

@@ -95,6 +95,7 @@ MIXED: dict[str, tuple[Function, str]] = {
     "index select": (lambda x: x.index_select(0, x.argmax(1)), "index_select"),
     "divided by the count": (lambda x: x / x.shape[0], "truediv"),
     "count as a value": (lambda x: x + torch.full((x.shape[0], 1), x.shape[0]), "full"),
+    "count as a shift": (lambda x: x.roll(x.shape[0], 1), "roll"),
     "pad": (lambda x: F.pad(x, (0, 0, 1, 0))[1:], "pad"),
     "convolution": (lambda x: F.conv1d(x.t()[None], torch.ones(4, 4, 3), padding=1), "conv1d"),
 }

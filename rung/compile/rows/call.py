@@ -38,7 +38,7 @@ class Call:
             else kwargs.get(argument.name, argument.default_value if argument.has_default_value() else None)
             for index, argument in enumerate(schema)
         }
-        self.scalars = [self.arguments[argument.name] for argument in schema if "int" not in str(argument.type).lower()]
+        self._integers = {argument.name for argument in schema if "int" in str(argument.type).lower()}
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -85,6 +85,11 @@ class Call:
         if isinstance(value, torch.Tensor):
             return any(self.mentions(extent) for extent in value.shape)
         return self.rows in torch_compat.free_symbols(value)
+
+    def uses_count(self, *, sized: bool) -> bool:
+        """Whether the number of rows is among the arguments that are no tensors; `sized`: beside those of an integer type."""
+        values = [value for name, value in self.arguments.items() if not (sized and name in self._integers)]
+        return any(self.mentions(leaf) for leaf in torch_compat.tree_leaves(values) if not isinstance(leaf, torch.Tensor))
 
     def positional(self) -> Axis | None:
         """Rows of a result whose elements depend on their position alone."""

@@ -14,7 +14,9 @@ Result = State | Refusal | Sequence[State | Refusal]  # one for all results of t
 Rule = Callable[[Call], Result]
 
 _ATTENTION = frozenset({"rung::attention", "rung::kv_cache_write"})
-_BY_SIZE = frozenset({"arange", "repeat"})  # a number of rows among their numbers is a size, and they look at it themselves
+_VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy")
+# Ops whose integers are sizes and places; for all others a number of rows among their arguments is a value.
+_SIZED = frozenset({*_VIEWS, *elementwise.FACTORIES, "arange", "expand", "repeat", "slice", "split_with_sizes", "native_group_norm"})
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(elementwise.FACTORIES, elementwise.factory),
@@ -41,7 +43,7 @@ _RULES: dict[str, Rule] = {
     "constant_pad_nd": elementwise.constant_pad,
     "bucketize": lambda call: call.only("self"),
     "searchsorted": lambda call: call.only("self"),
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy"), movement.view),
+    **dict.fromkeys(_VIEWS, movement.view),
     "permute": movement.permute,
     "transpose": movement.transpose,
     "t": movement.transpose,
@@ -93,7 +95,7 @@ def apply(call: Call, row_wise: frozenset[str]) -> Result:
         return _declared(call)
     if namespace != "aten":
         raise unknown("it is no op of torch; name it in `row_wise_ops` if row i of its results depends on row i of its arguments alone")
-    if any(call.mentions(value) for value in call.scalars if not isinstance(value, torch.Tensor)) and name not in _BY_SIZE:
+    if call.uses_count(sized=name in _SIZED) and name != "arange":
         raise mixes("it uses the number of rows as a value")
     if torch.Tag.nondeterministic_seeded in call.op.tags and call.arguments.get("dropout_p") != 0:
         raise unknown("it draws random numbers for all rows together")

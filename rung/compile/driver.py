@@ -20,6 +20,7 @@ from torch import nn
 from rung import torch_compat
 from rung.cache import Store, key_of
 from rung.compile import plan as plan_module
+from rung.compile.arguments import leaves
 from rung.compile.bound import StepCall
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
@@ -108,8 +109,7 @@ class Driver:
     ) -> tuple[dict[str, Any], list[str]]:
         owner = getattr(function, "__self__", None)
         described, opaque = fingerprint(owner) if isinstance(owner, nn.Module) else ({}, [])
-        paths = {path.dotted() for path, _ in tensors}
-        constants = {name: repr(value) for name, value in locals_.items() if isinstance(value, bool | int | float | str | type(None))}
+        constants = [(path, value) for path, value in leaves(locals_) if not isinstance(value, torch.Tensor)]
         factors = {
             "format": plan_module.FORMAT,
             "entry": f"{function.__module__}:{function.__qualname__}",
@@ -118,7 +118,7 @@ class Driver:
             "maximum": self.config.maximum,
             "split_ops": sorted(self.config.split_ops),
             "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
-            "constants": {name: value for name, value in constants.items() if name not in paths},
+            "constants": [[path.expression(), f"{type(value).__name__} {value!r}"] for path, value in constants],
             **self._code_factors(_device(tensors, owner)),
         }
         return factors, opaque
@@ -128,6 +128,7 @@ class Driver:
             "passes": self.passes.uuid(),
             "inductor": {**_SETTINGS, **{key: repr(value) for key, value in self.config.inductor.items()}},
             "python": ".".join(platform.python_version_tuple()[:2]),
+            "default_dtype": str(torch.get_default_dtype()),  # ops without a dtype take it
             **torch_compat.toolchain_factors(),
             **torch_compat.device_factors(device),
         }
@@ -285,8 +286,8 @@ class Driver:
                 for symbol in sorted(torch_compat.free_symbols(value), key=str):
                     fresh.symbol(str(symbol), high=traced.bounds.get(traced.symbols.get(str(symbol), "")))
                 inputs.append(fresh.tensor(value) if isinstance(value, torch.Tensor) else fresh.integer(value))
-        # ranges and hints are not in Inductor's own key
-        tag = repr((hinted, sorted(map(str, traced.bounds.values()))))
+        # ranges, hints and the default dtype are not in Inductor's own key
+        tag = repr((hinted, torch.get_default_dtype(), sorted(map(str, traced.bounds.values()))))
         module = copy.deepcopy(piece.graph_module)
         fresh.propagate(module, inputs)
         options = {**_SETTINGS, **self.config.inductor, **passes.inductor_options(tag)}

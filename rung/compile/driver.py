@@ -17,6 +17,7 @@ from rung import torch_compat
 from rung.attention import SPLIT_OPS
 from rung.cache import Store, key_of
 from rung.compile import plan as plan_module
+from rung.compile.arguments import leaves
 from rung.compile.bound import StepCall
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
@@ -83,8 +84,7 @@ class Driver:
     ) -> tuple[dict[str, Any], list[str]]:
         owner = getattr(function, "__self__", None)
         described, opaque = fingerprint(owner) if isinstance(owner, nn.Module) else ({}, [])
-        paths = {path.dotted() for path, _ in tensors}
-        constants = {name: repr(value) for name, value in locals_.items() if isinstance(value, bool | int | float | str | type(None))}
+        constants = [(path, value) for path, value in leaves(locals_) if not isinstance(value, torch.Tensor)]
         factors = {
             "format": plan_module.FORMAT,
             "entry": f"{function.__module__}:{function.__qualname__}",
@@ -93,7 +93,7 @@ class Driver:
             "maximum": self.config.maximum,
             "split_ops": sorted(self.config.split_ops),
             "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
-            "constants": {name: value for name, value in constants.items() if name not in paths},
+            "constants": [[path.expression(), f"{type(value).__name__} {value!r}"] for path, value in constants],
             **self.pieces.code_factors(_device(tensors, owner)),
         }
         return factors, opaque

@@ -45,6 +45,7 @@ class PieceCompiler:
             "passes": self.passes.uuid(),
             "inductor": {**SETTINGS, **{key: repr(value) for key, value in self.config.inductor.items()}},
             "python": ".".join(platform.python_version_tuple()[:2]),
+            "default_dtype": str(torch.get_default_dtype()),  # ops without a dtype take it
             **torch_compat.toolchain_factors(),
             **torch_compat.device_factors(device),
         }
@@ -101,8 +102,8 @@ class PieceCompiler:
                 for symbol in sorted(torch_compat.free_symbols(value), key=str):
                     fresh.symbol(str(symbol), high=traced.bounds.get(traced.symbols.get(str(symbol), "")))
                 inputs.append(fresh.tensor(value) if isinstance(value, torch.Tensor) else fresh.integer(value))
-        # ranges and hints are not in Inductor's own key
-        tag = repr((hinted, sorted(map(str, traced.bounds.values()))))
+        # ranges, hints and the default dtype are not in Inductor's own key
+        tag = repr((hinted, torch.get_default_dtype(), sorted(map(str, traced.bounds.values()))))
         module = copy.deepcopy(piece.graph_module)
         fresh.propagate(module, inputs)
         options = {**SETTINGS, **self.config.inductor, **passes.inductor_options(tag)}

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from rung import torch_compat
+from rung.compile.arguments import replace_tensors
 from rung.compile.audit import FixedDimension, audit_symbols
 from rung.compile.effects import refuse_side_effects
 from rung.compile.paths import Path, parse_path
@@ -104,7 +105,8 @@ def _free_size(function: Callable[..., Any]) -> int:
 
 
 def _example_arguments(locals_: Mapping[str, Any], dynamic: DynamicDims, size: int) -> dict[str, Any]:
-    example = {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in locals_.items()}
+    # One object passed twice would become one input, and serve later calls with two. `detach` makes them two.
+    example = {name: replace_tensors(value, lambda tensor: tensor.contiguous().detach()) for name, value in locals_.items()}
     for argument, dims in dynamic.items():
         tensor = example.get(argument)
         if tensor is None and argument in example:

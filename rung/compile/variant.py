@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from rung.compile.arguments import Leaf
+from rung.compile.arguments import Container, Leaf
 from rung.compile.compiled import CompiledFunction
+from rung.compile.overlap import Overlap
 from rung.compile.plan import TensorSpec
 from rung.compile.report import CompileReport
 from rung.compile.stitch import Source
@@ -29,6 +30,8 @@ class Variant:
         self.training = training
         self.constants = [(path, value) for path, value in found if not isinstance(value, torch.Tensor)]
         self.devices = {path.dotted(): value.device for path, value in found if isinstance(value, torch.Tensor)}
+        self.overlap = Overlap(compiled.plan.written, compiled.arguments)
+        self.default_dtype = torch.get_default_dtype()
         self.needs_no_grad = any(isinstance(w, torch.Tensor) and w.requires_grad for w in compiled.weights.values())
 
     def call(self, locals_: Mapping[str, Any]) -> Any:
@@ -41,6 +44,13 @@ class Variant:
         values = [self.compiled.plan.inputs[number].resolve(locals_) for number in self.compiled.arguments]
         self._check_written(values)
         return [value.contiguous() if isinstance(value, torch.Tensor) else value for value in values]
+
+    def overlaps(self, locals_: Mapping[str, Any]) -> bool:
+        """Whether a tensor that the graph writes shares memory with an argument of this call."""
+        return self.overlap.possible and self._overlaps(*(self.compiled.plan.inputs[n].resolve(locals_) for n in self.compiled.arguments))
+
+    def _overlaps(self, *inputs: Any) -> bool:
+        return self.overlap.found(inputs, self.compiled.weights)
 
     def release(self) -> None:
         """Free graphs, if `run` holds any."""
@@ -85,6 +95,8 @@ class Variant:
         checks = self._checks(source, owner)
         forwarded = ", ".join(_forward(parameter) for parameter in signature.parameters.values())
         inputs = ", ".join(self.compiled.plan.inputs[number].expression() for number in self.compiled.arguments)
+        if self.overlap.possible:
+            checks.append(f"not {source.bind(self._overlaps)}({inputs})")
         source.bind(miss, "_rung_miss")
         source.bind(self, "_rung_variant")
         source.lines.append("try:")
@@ -105,11 +117,10 @@ class Variant:
         for path, spec in self.compiled.plan.tensors:
             checks += self._tensor_checks(path.expression(), path.dotted(), spec, source, first)
         for path, value in self.constants:
-            text = path.expression()
-            same = f"{text} is {value!r}" if value is None or isinstance(value, bool) else f"{text} == {source.bind(value)}"
-            checks += [same] if value is None or isinstance(value, bool) else [f"{text}.__class__ is {source.bind(type(value))}", same]
+            checks += _constant_checks(path.expression(), value, source)
         for device_type in sorted({spec.device for _, spec in self.compiled.plan.tensors}):
             checks.append(f"not _rung_autocast({device_type!r})")
+        checks.append(f"{source.bind(torch.get_default_dtype)}() is {source.bind(self.default_dtype)}")
         if self.needs_no_grad:
             checks.append("not _rung_grad()")
         if owner is not None and hasattr(owner, "training"):
@@ -132,6 +143,20 @@ class Variant:
                 bound = self.compiled.plan.bounds.get(extent)
                 checks.append(f"{here} >= 1" if bound is None else f"1 <= {here} <= {bound}")
         return checks
+
+
+def _constant_checks(text: str, value: Any, source: Source) -> list[str]:
+    if value is None or isinstance(value, bool):
+        return [f"{text} is {value!r}"]
+    if isinstance(value, Container):
+        checks = [f"{text}.__class__ is {source.bind(value.type)}"]
+        if isinstance(value.keys, tuple):
+            return [*checks, f"(*{text},) == {source.bind(value.keys)}"]
+        return checks if value.keys is None else [*checks, f"len({text}) == {value.keys}"]
+    checks = [f"{text}.__class__ is {source.bind(type(value))}", f"{text} == {source.bind(value)}"]
+    if isinstance(value, float) and value == 0:  # 0.0 == -0.0
+        checks.append(f"repr({text}) == {repr(value)!r}")
+    return checks
 
 
 def _parameters(signature: inspect.Signature, source: Source) -> str:

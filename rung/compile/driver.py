@@ -199,6 +199,7 @@ class Driver:
             template=traced.template,
             sources=(*traced.sources, *type_refs(traced.template)),
             written=graph.written,
+            reads=traced.reads,
         )
         if keep:
             with clock("save"):

@@ -46,15 +46,17 @@ class ModuleState:
         modules = dict(self.module.named_modules())
         for name, fields in described.items():
             if name != "tied":
-                fields["attributes"] = {key: value for key, value in fields["attributes"].items() if self._read(key)}
+                fields["attributes"] = {key: value for key, value in fields["attributes"].items() if self._read(name, key)}
         for where in opaque:
             owner, _, key = where.rpartition(".")
-            if self._read(key) and owner in modules:
+            if owner in modules and self._read(owner, key):
                 described[f"identity of {where}"] = id(getattr(modules[owner], key, None))
         return json.dumps(described, sort_keys=True, default=str)
 
-    def _read(self, name: str) -> bool:
-        return name in self.names or name == "training" or name in _HOOKS
+    def _read(self, module: str, name: str) -> bool:
+        if name in _HOOKS:
+            return module != ""  # hooks of the module itself run around its compiled method
+        return name in self.names or name == "training"
 
     def _expression(self) -> Callable[[], bool]:
         source = Source("unchanged", "")
@@ -67,9 +69,10 @@ class ModuleState:
 
     def _checks(self, module: nn.Module, source: Source) -> Iterable[str]:
         own = source.bind(module.__dict__)
-        for table in (*_TABLES, *_HOOKS):
+        tables = _TABLES if module is self.module else (*_TABLES, *_HOOKS)
+        for table in tables:
             yield from _entries(source, source.bind(module.__dict__[table]), module.__dict__[table])
-        for name in (*_TABLES, *_HOOKS):
+        for name in tables:
             yield f"{own}[{name!r}] is {source.bind(module.__dict__[name])}"
         yield f"{own}['training'] is {module.training}"
         for key, value in module.__dict__.items():

@@ -1,7 +1,7 @@
 """Whether a module, and what else its trace read, still is what was traced.
 
 A trace unrolls modules, takes number attributes and globals for constants, and binds tensors. All of it is looked at again before each
-call: by identity, in one generated expression (some 15 ns an item), and only names that the traced code mentions.
+call: by identity, in one generated expression, and only names that the traced code mentions.
 """
 
 from __future__ import annotations
@@ -72,8 +72,6 @@ class ModuleState:
         tables = _TABLES if module is self.module else (*_TABLES, *_HOOKS)
         for table in tables:
             yield from _entries(source, source.bind(module.__dict__[table]), module.__dict__[table])
-        for name in tables:
-            yield f"{own}[{name!r}] is {source.bind(module.__dict__[name])}"
         yield f"{own}['training'] is {module.training}"
         for key, value in module.__dict__.items():
             if key in self.names and key not in (*_TABLES, *_HOOKS) and not isinstance(value, RuntimeState):
@@ -83,7 +81,7 @@ class ModuleState:
 
 
 def _entries(source: Source, name: str, container: Any) -> Iterable[str]:
-    yield f"len({name}) == {len(container)}"
+    yield f"len({name}) == {len(container)}" if container else f"not {name}"
     if len(container) > _SMALL:
         return
     for key, value in container.items() if isinstance(container, dict) else enumerate(container):

@@ -163,6 +163,7 @@ class Driver:
             template=traced.template,
             sources=(*traced.sources, *type_refs(traced.template)),
             written=graph.written,
+            reads=traced.reads,
         )
         if keep:
             with report.clock("save"):

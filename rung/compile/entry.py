@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -91,14 +92,25 @@ class Entry(RuntimeState):
         found = leaves(locals_) if found is None else found
         dims = self._free(dynamic_dims(self.function, found, self.config.dynamic))
         key = self._key(found, dims)
-        variant = self.variants.get(key)
+        variant = self._known(key)
         if variant is None:
             with self._lock:
-                variant = self.variants.get(key) or self._compile(key, locals_, found, dims)
+                variant = self._known(key) or self._compile(key, locals_, found, dims)
         if variant.fast is None:
             variant.fast = variant.entry(self.function, self.owner, self._slow)
         self._fast = variant.fast
         return variant
+
+    def _known(self, key: Signature) -> Variant | None:
+        """The variant of this signature that was traced from the module as it is now."""
+        for state in itertools.count():
+            variant = self.variants.get((*key, state))
+            if variant is None:
+                return None
+            with self._lock:
+                if variant.accepts(self.owner):
+                    return variant
+        raise AssertionError
 
     def _compile(self, key: Signature, locals_: Mapping[str, Any], found: list[Leaf], dims: dict[str, dict[int, str]]) -> Variant:
         if len(self.variants) >= self.config.max_variants:
@@ -119,10 +131,10 @@ class Entry(RuntimeState):
         if fixed:
             self._fixed |= fixed
             key = self._key(found, self._free(dims))
-        variant = Variant(compiled, report, found, getattr(self.owner, "training", False))
+        variant = Variant(compiled, report, found, self.owner)
         if self._prepare is not None:
             self._prepare(self, variant)
-        self.variants[key] = variant
+        self.variants[(*key, next(n for n in itertools.count() if (*key, n) not in self.variants))] = variant
         return variant
 
     def _key(self, found: list[Leaf], dims: Mapping[str, Mapping[int, str]]) -> Signature:
@@ -134,7 +146,7 @@ class Entry(RuntimeState):
     def _difference(self, key: Signature) -> str:
         last = next(reversed(self.variants))
         changed = [new for old, new in zip(last, key, strict=False) if old != new]
-        return ", ".join(_name_of(item) for item in changed) or "its number of arguments"
+        return ", ".join(_name_of(item) for item in changed) or "attributes of the module that its forward reads"
 
     def _eager_reason(self, found: list[Leaf], dims: Mapping[str, Mapping[int, str]]) -> EagerReason | None:
         tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
@@ -158,9 +170,8 @@ class Entry(RuntimeState):
         """Read the module's tensors again, after parameters were replaced."""
         with self._lock:
             for variant in self.variants.values():
-                variant.release()
-                locals_ = {variant.compiled.plan.inputs[n].local: self.owner for n in variant.compiled.weights}
-                variant.compiled.rebind(locals_)
+                if variant.state is None or variant.state.same_trace():
+                    variant.rebind(self.owner)
             self._fast = None
 
     def release(self) -> None:

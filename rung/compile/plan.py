@@ -14,7 +14,7 @@ from rung.compile.paths import Path
 from rung.compile.sources import SourceRef
 from rung.compile.template import Template
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class CompilePlan:
     template: Template
     sources: tuple[SourceRef, ...]
     written: tuple[int, ...] = ()  # value numbers of the graph's inputs that are updated in place
+    reads: tuple[str, ...] = ()  # names that the traced functions mention: which attributes the trace may depend on
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -83,6 +84,7 @@ class CompilePlan:
             "template": self.template,
             "sources": [ref.to_json() for ref in self.sources],
             "written": list(self.written),
+            "reads": list(self.reads),
         }
 
     @staticmethod
@@ -98,6 +100,7 @@ class CompilePlan:
             template=data["template"],
             sources=tuple(SourceRef(*item) for item in data["sources"]),
             written=tuple(data["written"]),
+            reads=tuple(data["reads"]),
         )
 
 

@@ -13,6 +13,7 @@ from rung.compile.compiled import CompiledFunction
 from rung.compile.overlap import Overlap
 from rung.compile.plan import TensorSpec
 from rung.compile.report import CompileReport
+from rung.compile.state import ModuleState
 from rung.compile.stitch import Source
 from rung.errors import InputMismatchError
 
@@ -22,17 +23,17 @@ Run = Callable[..., Any]  # takes the tensors of `CompiledFunction.input_names`
 class Variant:
     """A compiled function for one signature of arguments. `run` is the compiled call, or a graph manager's."""
 
-    def __init__(self, compiled: CompiledFunction, report: CompileReport, found: list[Leaf], training: bool) -> None:
+    def __init__(self, compiled: CompiledFunction, report: CompileReport, found: list[Leaf], owner: Any) -> None:
         self.compiled = compiled
         self.report = report
         self.run: Run = compiled
         self.fast: Callable[..., Any] | None = None  # the generated entry, made at the first call
-        self.training = training
+        self.training = getattr(owner, "training", False)
+        self.state = ModuleState(owner, compiled.plan.reads) if isinstance(owner, torch.nn.Module) else None
         self.constants = [(path, value) for path, value in found if not isinstance(value, torch.Tensor)]
         self.devices = {path.dotted(): value.device for path, value in found if isinstance(value, torch.Tensor)}
         self.overlap = Overlap(compiled.plan.written, compiled.arguments)
         self.default_dtype = torch.get_default_dtype()
-        self.needs_no_grad = any(isinstance(w, torch.Tensor) and w.requires_grad for w in compiled.weights.values())
 
     def call(self, locals_: Mapping[str, Any]) -> Any:
         """Run for arguments that are known to have this variant's signature; checks the relations between sizes."""
@@ -44,6 +45,22 @@ class Variant:
         values = [self.compiled.plan.inputs[number].resolve(locals_) for number in self.compiled.arguments]
         self._check_written(values)
         return [value.contiguous() if isinstance(value, torch.Tensor) else value for value in values]
+
+    def accepts(self, owner: Any) -> bool:
+        """Whether the module still is what was traced. Tensors that were replaced by others of the same layout are bound anew."""
+        if self.state is None or self.state.unchanged():
+            return True
+        if not self.state.same_trace():
+            return False
+        self.rebind(owner)
+        return True
+
+    def rebind(self, owner: Any) -> None:
+        """Read the module's tensors again; graphs that read the old ones are dropped."""
+        self.release()
+        self.compiled.rebind({self.compiled.plan.inputs[n].local: owner for n in self.compiled.weights})
+        if self.state is not None:
+            self.state.refresh()
 
     def overlaps(self, locals_: Mapping[str, Any]) -> bool:
         """Whether a tensor that the graph writes shares memory with an argument of this call."""
@@ -121,8 +138,10 @@ class Variant:
         for device_type in sorted({spec.device for _, spec in self.compiled.plan.tensors}):
             checks.append(f"not _rung_autocast({device_type!r})")
         checks.append(f"{source.bind(torch.get_default_dtype)}() is {source.bind(self.default_dtype)}")
-        if self.needs_no_grad:
-            checks.append("not _rung_grad()")
+        if self.state is not None:
+            state = source.bind(self.state)
+            checks.append(f"not (_rung_grad() and {state}.wants_gradient())")
+            checks.append(f"{state}.unchanged()")
         if owner is not None and hasattr(owner, "training"):
             checks.append(f"{source.bind(owner, '_rung_owner')}.training is {self.training}")
         return checks

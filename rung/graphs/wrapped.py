@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -60,11 +61,13 @@ class WrappedGraphs:
                 self.counters.add(f"step.none.{dispatch.reason}")
                 return self.compiled(*inputs)
             if self.padded and self._dims is None and descriptor.num_tokens > size:
-                self._dims = self._check(inputs, size, descriptor.num_tokens)
+                with _kept_state(self.compiled):
+                    self._dims = self._check(inputs, size, descriptor.num_tokens)
             manager = self._manager_for(descriptor.num_tokens, inputs)
             self._write(manager, inputs, descriptor)
             if not manager.can_replay(descriptor):
-                manager.capture([descriptor])
+                with _kept_state(self.compiled):
+                    manager.capture([descriptor])
                 self._write(manager, inputs, descriptor)
             outputs = manager.run(dispatch)
             cut = {self.dim: size}
@@ -79,7 +82,8 @@ class WrappedGraphs:
             descriptors = [Descriptor(mode=self.mode, num_tokens=size) for size in sizes]
             for value, spec, buffer in zip(inputs, self._specs, manager.inputs, strict=True):
                 _fill(buffer, spec, value)
-            return manager.capture(descriptors)
+            with _kept_state(self.compiled):
+                return manager.capture(descriptors)
 
     def release(self) -> None:
         """Free graphs and buffers; the next call captures again."""
@@ -130,7 +134,8 @@ class WrappedGraphs:
         """The manager, with buffers for at least `size`. A larger size than ever before starts anew: addresses must not change."""
         if self._manager is None or size > self._capacity:
             self.release()
-            _refuse_written_inputs(self.compiled, inputs)
+            with _kept_state(self.compiled):
+                _refuse_written_inputs(self.compiled, inputs)
             self._capacity = max(size, self.ladder.top if self.padded else size)
             device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), self.compiled.device)
             buffers = [StaticBuffer(spec, capacity={self.dim: self._capacity}, device=device) for spec in self._specs]
@@ -145,11 +150,16 @@ class WrappedGraphs:
         """Raise `PaddingError` when padded rows reach real ones; else the dimensions by which each output is cut."""
 
         def run(values: list[Any]) -> list[Any]:
-            return self._restore_sizes(self.compiled.run_steps(values, _call), values)
+            with _kept_state(self.compiled) as state:
+                flat = self._restore_sizes(self.compiled.run_steps(values, _call), values)
+                return [*flat, *(tensor.clone() for tensor in state)]  # padded rows must not reach a buffer either
 
         specs = [_with_valid_range(spec, value) for spec, value in zip(self._specs, inputs, strict=True)]
         with torch.no_grad():
-            return check_padding(run, specs, list(inputs), {self.dim: padded})
+            names = [f"output {index}" for index in range(len(self.compiled.plan.outputs))]
+            names += [self.compiled.plan.inputs[number].dotted() for number in _written_weights(self.compiled)]
+            dims = check_padding(run, specs, list(inputs), {self.dim: padded}, names=names)
+            return dims[: len(self.compiled.plan.outputs)]
 
     def _restore_sizes(self, flat: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Sizes among the outputs are those of the caller's tensors, not of the padded buffers."""
@@ -165,6 +175,23 @@ class WrappedGraphs:
                     f"output {index} is a number computed from the padded size", hint="return sizes as they are, or run at exact sizes"
                 )
         return restored
+
+
+def _written_weights(compiled: CompiledFunction) -> list[int]:
+    return [number for number in compiled.plan.written if number in compiled.weights]
+
+
+@contextmanager
+def _kept_state(compiled: CompiledFunction) -> Iterator[list[torch.Tensor]]:
+    """Runs inside the block belong to nobody: buffers that the module updates in place are put back. Yields those buffers."""
+    written = [compiled.weights[number] for number in _written_weights(compiled)]
+    with torch.no_grad():
+        saved = [tensor.clone() for tensor in written]
+        try:
+            yield written
+        finally:
+            for tensor, values in zip(written, saved, strict=True):
+                tensor.copy_(values)
 
 
 def _call(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:

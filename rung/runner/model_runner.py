@@ -111,6 +111,7 @@ class ModelRunner:
                 "State error: sample_tokens() must be called after execute_model() returns None.",
                 hint="every execute_model that returns None is followed by one sample_tokens",
             )
+        self._check_bound()
         self._checker.check(plan)
         self._apply(plan)
         if not plan.num_scheduled_tokens:
@@ -223,6 +224,14 @@ class ModelRunner:
         slots = self.slots
         slots.num_computed_tokens_np[batch.idx_mapping] = batch.seq_lens
         slots.total_len_np[batch.idx_mapping] += batch.seq_lens >= slots.prefill_len_np[batch.idx_mapping]
+
+    def _check_bound(self) -> None:
+        name, layer = next(iter(self.layers.items()))
+        if layer.kv_cache is not self.kv_caches[name]:
+            raise StateError(
+                "another runner was built for this module: its attention layers read that runner's KV cache now",
+                hint="give each runner that lives at the same time a module of its own; a deepcopy may share the parameters",
+            )
 
     def _bind_layers(self, backend: Callable[[AttentionSpec], AttentionBackend]) -> None:
         backends: dict[AttentionSpec, AttentionBackend] = {}

@@ -151,12 +151,13 @@ class Driver:
         dump.traced(traced)
         with report.clock("split"):
             graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
-        pieces, blobs = self._compile_pieces(graph, traced, _device(tensors, getattr(function, "__self__", None)), report, dump)
+        device = _device(tensors, getattr(function, "__self__", None))
+        pieces, blobs, bound = self._compile_pieces(graph, traced, device, report, dump)
         plan = CompilePlan(
             entry=entry,
             inputs=traced.inputs,
             tensors=tuple((path, self._spec(path, tensor, dims, traced)) for path, tensor in tensors),
-            bounds=traced.bounds,
+            bounds={name: bound if given is None else given for name, given in traced.bounds.items()},
             pieces=pieces,
             steps=graph.steps,
             outputs=graph.outputs,
@@ -179,24 +180,23 @@ class Driver:
         placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
         device = next((v.device for n in placeholders if isinstance(v := n.meta["example_value"], torch.Tensor)), torch.device("cpu"))
         graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
-        pieces, blobs = self._compile_pieces(graph, traced, device, report, dump)
+        pieces, blobs, _ = self._compile_pieces(graph, traced, device, report, dump)
         plan = CompilePlan("", traced.inputs, (), {}, pieces, graph.steps, graph.outputs, traced.template, ())
         self._check(graph, plan, blobs, {})
         return self._load(plan, blobs, {}, report)
 
     def _compile_pieces(
         self, graph: SplitGraph, traced: TracedGraph, device: torch.device, report: CompileReport, dump: Dump
-    ) -> tuple[tuple[tuple[str, str], ...], dict[str, bytes]]:
+    ) -> tuple[tuple[tuple[str, str], ...], dict[str, bytes], int | None]:
+        """(key, digest) of the unique pieces, their bytes by digest, and the bound of sizes without a maximum."""
         self.counters.add(Count.PIECES, sum(step.piece is not None for step in graph.steps))
         self.counters.add(Count.UNIQUE_PIECES, len(graph.pieces))
         code = self.pieces.code_factors(device)
-        blobs, pieces = {}, []
         with report.clock("compile"):
-            for index, piece in enumerate(graph.pieces):
-                digest, blob = self.pieces.blob(index, piece, traced, code, report, dump)
-                blobs[digest] = blob
-                pieces.append((piece.key, digest))
-        return tuple(pieces), blobs
+            compiled = [self.pieces.blob(index, piece, traced, code, report, dump) for index, piece in enumerate(graph.pieces)]
+        pieces = tuple((piece.key, blob.digest) for piece, blob in zip(graph.pieces, compiled, strict=True))
+        bound = min((blob.bound for blob in compiled if blob.bound is not None), default=None)
+        return pieces, {blob.digest: blob.data for blob in compiled}, bound
 
     def _spec(self, path: Path, tensor: torch.Tensor, dims: DynamicDims, traced: TracedGraph) -> TensorSpec:
         named = {dim: traced.unified.get(name, name) for dim, name in dims.get(path.dotted(), {}).items()}

@@ -44,9 +44,8 @@ class ModuleState:
     def _describe(self) -> str:
         described, opaque = fingerprint(self.module)
         modules = dict(self.module.named_modules())
-        for name, fields in described.items():
-            if name != "tied":
-                fields["attributes"] = {key: value for key, value in fields["attributes"].items() if self._read(name, key)}
+        for name, fields in described["modules"].items():
+            fields["attributes"] = {key: value for key, value in fields["attributes"].items() if self._read(name, key)}
         for where in opaque:
             owner, _, key = where.rpartition(".")
             if owner in modules and self._read(owner, key):

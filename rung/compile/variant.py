@@ -101,7 +101,9 @@ class Variant:
                     )
                 bound = self.compiled.plan.bounds.get(extent)
                 if bound is not None and size > bound:
-                    raise InputMismatchError(f"{here} is {size}, above the maximum of {bound}", hint="raise `maximum`, or split the call")
+                    raise InputMismatchError(
+                        f"{here} is {size}, above the maximum of {bound}", hint="wrap with `maximum=` of at least that, or split the call"
+                    )
 
     def entry(self, function: Callable[..., Any], owner: Any, miss: Callable[..., Any]) -> Callable[..., Any]:
         """Generate the checked entry: same parameters as `function`, calls `miss` when any check fails."""

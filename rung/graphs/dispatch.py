@@ -138,7 +138,7 @@ class Dispatcher:
         """The best mode that fits, not better than `best`. A step without a graph keeps its exact sizes."""
         if shape.num_tokens == 0:
             return Dispatch(exact(shape), Reason.EMPTY)
-        why: Reason | None = None  # why the first mode that has descriptors does not serve
+        why: Reason | None = None  # why the first mode with descriptors for such batches does not serve
         for mode, groups in self._groups.items():
             if not groups:
                 continue
@@ -150,7 +150,8 @@ class Dispatcher:
                 limit = Reason.BEST if mode is GraphMode.FULL else self._limit(shape)
                 reason = limit if limit is not Reason.BEST else why or Reason.BEST
                 return Dispatch(found, reason, found.num_tokens - shape.num_tokens)
-            why = why or found
+            # "No full graph is for such batches" says nothing once a graph that is for them does not serve either.
+            why = found if why in (None, Reason.MIXED_BATCH, Reason.QUERY_LENGTH) else why
         return Dispatch(exact(shape), why or self._nothing_planned(best))
 
     def _find(self, groups: Mapping[int | None, _Group], shape: Shape) -> Descriptor | Reason:

@@ -10,7 +10,7 @@ from rung.errors import LadderError
 
 DEFAULT_TOP = 512  # no default ladder goes higher without being asked
 DEFAULT_MAX_WASTE = 2.0  # a step is padded to at most so many times its own size
-_ALWAYS_ALLOWED = 8  # up to here a padded step costs what a small one does, so it may be padded further
+FREE_PADDING = 8  # up to here a padded step costs what a small one does, so it may be padded further
 
 
 def series(cap: int) -> tuple[int, ...]:
@@ -25,12 +25,7 @@ def ladder_cap(max_num_requests: int, decode_query_len: int = 1, top: int = DEFA
 
 def too_wasteful(size: int, padded: int, max_waste: float | None = DEFAULT_MAX_WASTE) -> bool:
     """Whether padding `size` rows to `padded` exceeds the waste cap; None is no cap. Padding to 8 rows or fewer never does."""
-    return max_waste is not None and padded > _ALWAYS_ALLOWED and padded > max_waste * size
-
-
-def largest_padding(size: int, max_waste: float | None = DEFAULT_MAX_WASTE) -> int | None:
-    """The largest size to which `size` rows may be padded, None when there is no cap."""
-    return None if max_waste is None else max(_ALWAYS_ALLOWED, int(max_waste * size))
+    return max_waste is not None and padded > FREE_PADDING and padded > max_waste * size
 
 
 def check_max_waste(max_waste: float | None) -> float | None:

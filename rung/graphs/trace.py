@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rung.attention.base import CaptureSupport
 from rung.errors import ConfigError, TraceFileError
 from rung.graphs.descriptor import ConfiguredMode, GraphMode, Shape
 from rung.graphs.reasons import Reason
@@ -29,7 +30,7 @@ class TraceHeader:
     """The configuration under which the steps that follow ran."""
 
     graphs: ConfiguredMode = ConfiguredMode.NONE
-    capture_support: str = "ALWAYS"  # name of the attention backend's `CaptureSupport`
+    capture_support: CaptureSupport = CaptureSupport.ALWAYS  # of the attention backend
     ladder: tuple[int, ...] = ()  # capture sizes
     max_num_tokens: int | None = None
     max_num_requests: int | None = None
@@ -42,7 +43,7 @@ class TraceHeader:
             "format": FORMAT,
             "version": VERSION,
             "graphs": str(self.graphs),
-            "capture_support": self.capture_support,
+            "capture_support": self.capture_support.name,
             "ladder": list(self.ladder),
             "limits": limits,
             "about": dict(self.about),
@@ -217,13 +218,19 @@ def _header(line: Mapping[str, Any], where: str) -> TraceHeader:
         raise TraceFileError(f"{where}: `max_waste` must be a number >= 1, got {max_waste!r}")
     return TraceHeader(
         graphs=_member(ConfiguredMode, line, "graphs", where),
-        capture_support=str(line.get("capture_support", "ALWAYS")),
+        capture_support=_support(line.get("capture_support", CaptureSupport.ALWAYS.name), where),
         ladder=tuple(_count({"ladder": size}, "ladder", where) for size in ladder),
         max_num_tokens=_optional_count(limits, "max_num_tokens", where),
         max_num_requests=_optional_count(limits, "max_num_requests", where),
         max_waste=max_waste,
         about=dict(line.get("about") or {}),
     )
+
+
+def _support(name: object, where: str) -> CaptureSupport:
+    if name not in CaptureSupport.__members__:
+        raise TraceFileError(f"{where}: `capture_support` must be one of {', '.join(CaptureSupport.__members__)}, got {name!r}")
+    return CaptureSupport[str(name)]
 
 
 def _step(line: Mapping[str, Any], where: str) -> TracedStep:

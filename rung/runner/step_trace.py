@@ -23,7 +23,7 @@ def trace_header(config: RunnerConfig, support: CaptureSupport) -> TraceHeader:
     mode = ConfiguredMode(config.graphs)
     return TraceHeader(
         graphs=mode,
-        capture_support=support.name,
+        capture_support=support,
         ladder=() if mode is ConfiguredMode.NONE else capture_ladder(config).sizes,
         max_num_tokens=config.max_num_tokens,
         max_num_requests=config.max_num_requests,

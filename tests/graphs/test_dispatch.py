@@ -71,6 +71,11 @@ def test_sizes_above_the_top_run_exactly_and_say_so(tokens: int) -> None:
     assert result.reason is Reason.TOO_MANY_TOKENS
 
 
+def test_mixed_step_above_the_top_is_too_large_rather_than_mixed() -> None:
+    result = dispatcher(ConfiguredMode.FULL_AND_PIECEWISE).dispatch(mixed(513, 3, 300))
+    assert (result.descriptor.mode, result.reason) == (GraphMode.NONE, Reason.TOO_MANY_TOKENS)
+
+
 def test_more_decodes_than_full_graphs_hold() -> None:
     result = dispatcher(ConfiguredMode.FULL_AND_PIECEWISE, max_num_requests=64).dispatch(decode(65))
     assert (result.descriptor.mode, result.reason) == (GraphMode.PIECEWISE, Reason.TOO_MANY_REQUESTS)

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rung.attention.base import CaptureSupport
 from rung.errors import ConfigError, TraceFileError
 from rung.graphs import ConfiguredMode, GraphMode, Reason, Shape, StepTrace, TracedStep, TraceHeader, read_trace
 
 HEADER = TraceHeader(
     graphs=ConfiguredMode.FULL_AND_PIECEWISE,
-    capture_support="UNIFORM_BATCH",
+    capture_support=CaptureSupport.UNIFORM_BATCH,
     ladder=(1, 2, 4, 8),
     max_num_tokens=64,
     max_num_requests=8,
@@ -167,6 +168,7 @@ def test_bad_step_is_named_by_its_line(tmp_path: Path, change: Callable[[dict[st
         ('{"format": "rung.steps", "version": 9}\n', "version 9"),
         ('{"format": "rung.steps", "version": 1, "graphs": "fast"}\n', "`graphs`"),
         ('{"format": "rung.steps", "version": 1, "graphs": "none", "ladder": [0]}\n', "`ladder`"),
+        ('{"format": "rung.steps", "version": 1, "graphs": "none", "capture_support": "SOME"}\n', "`capture_support`"),
         ('{"format": "rung.steps", "version": 1, "graphs": "none", "limits": {"max_waste": 0}}\n', "`max_waste`"),
     ],
 )

@@ -54,7 +54,7 @@ def test_header_holds_the_ladder_and_the_limits() -> None:
     config = RunnerConfig(graphs="full_and_piecewise", max_num_requests=4, max_num_tokens=32)
     header = trace_header(config, CaptureSupport.UNIFORM_BATCH)
     assert header.ladder == (1, 2, 4, 8)
-    assert (header.capture_support, header.max_num_tokens, header.max_waste) == ("UNIFORM_BATCH", 32, 2.0)
+    assert (header.capture_support, header.max_num_tokens, header.max_waste) == (CaptureSupport.UNIFORM_BATCH, 32, 2.0)
 
 
 def test_no_trace_is_opened_unless_asked_for() -> None:

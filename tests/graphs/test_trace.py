@@ -181,3 +181,10 @@ def test_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, named: str)
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceFileError, match="cannot be read"):
         read_trace(tmp_path / "steps.jsonl")
+
+
+def test_example_of_the_documentation_is_a_trace(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trace.md").read_text(encoding="utf-8")
+    (tmp_path / "steps.jsonl").write_text(page.partition("```json\n")[2].partition("```")[0])
+    (run,) = read_trace(tmp_path / "steps.jsonl")
+    assert (run.header.ladder, run.num_steps) == ((1, 2, 4, 8), 17)

@@ -48,13 +48,13 @@ OUTPUT_POLICIES = ("clone", "borrow")
 class CompileConfig:
     """How one module is compiled and run. Frozen and validated when built."""
 
-    dynamic: Mapping[str, Mapping[int, str]] | None = None  # argument -> {dim: name}; None: dim 0 of every argument annotated as a tensor
+    dynamic: Mapping[str, Mapping[int, str]] | None = None  # argument -> {dim: name}; None: dim 0 of every tensor argument
     maximum: int | None = None  # largest size of a dynamic dimension; None: any
     split_ops: tuple[str, ...] = ()  # ops to cut at, beside rung's attention ops
     method: str = "forward"
     graphs: str = "none"  # one of GRAPH_MODES
     pad: tuple[str, ...] = ()  # names of the dimensions that may be padded to a capture size
-    capture_sizes: tuple[int, ...] | None = None  # None: the documents' ladder up to `maximum`
+    capture_sizes: tuple[int, ...] | None = None  # None: the default ladder up to `maximum`, at most 512
     outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
     max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces

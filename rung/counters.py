@@ -27,7 +27,6 @@ class Count(StrEnum):
     ARTIFACT_LOADS = "artifact_loads"
     ARTIFACT_WRITES = "artifact_writes"
     EAGER_CALLS = "eager_calls"
-    COMPILED_CALLS = "compiled_calls"
     CAPTURES = "captures"
     REPLAYS = "replays"
     HOST_TO_DEVICE_COPIES = "host_to_device_copies"

@@ -58,10 +58,6 @@ class CompileError(UserError):
     """Inductor refused or failed to compile a piece."""
 
 
-class PassError(UserError):
-    """A pass, a pattern or a provider is not acceptable."""
-
-
 # --- cache ---------------------------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rung.cli.app import program
+from rung.config import VARIABLES, CompileConfig
 from rung.errors import UnknownModelError
 from rung.models import find_quickstart
 
@@ -39,6 +40,17 @@ def test_ten_line_start_is_ten_lines_and_runs(tmp_path: Path) -> None:
     assert [f"{rows} torch.Size([{rows}, 1])" for rows in (1, 3, 50)] == output.splitlines()[:3]
     assert "'step.full.best': 3" in output
     assert "'dynamo_traces': 1" in output
+
+
+def test_module_with_a_split_op_of_the_wrapping_page_runs(tmp_path: Path) -> None:
+    (source,) = blocks("docs/wrapping.md")
+    assert run(source, tmp_path).splitlines()[-1] == "['piece_00', 'log_00', 'piece_01']"
+
+
+def test_every_option_and_variable_is_on_the_wrapping_page() -> None:
+    page = (ROOT / "docs/wrapping.md").read_text()
+    for name in (*CompileConfig.__dataclass_fields__, *VARIABLES):
+        assert f"`{name}`" in page
 
 
 @pytest.mark.slow

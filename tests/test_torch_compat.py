@@ -9,16 +9,16 @@ import torch
 from torch import fx
 
 from rung import torch_compat
-from rung.torch_compat import FreshSymbols
+from rung.torch_compat import FreshSymbols, capture, probes
 
 
 @pytest.mark.parametrize("name", torch_compat.PROBES)
 def test_api_exists(name: str) -> None:
-    assert torch_compat._exists(name)
+    assert probes._exists(name)
 
 
 def test_missing_api_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_compat, "PROBES", ("torch.nn.Linear", "torch._gone.Thing"))
+    monkeypatch.setattr(probes, "PROBES", ("torch.nn.Linear", "torch._gone.Thing"))
     assert torch_compat.missing_apis() == ["torch._gone.Thing"]
 
 
@@ -26,24 +26,24 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x * factor
 
 
-def capture(x: torch.Tensor, factor: float = 2.0) -> torch_compat.Capture:
+def captured(x: torch.Tensor, factor: float = 2.0) -> torch_compat.Capture:
     stand_in = torch.zeros(41, x.shape[1])
     torch_compat.mark_unbacked(stand_in, 0, shape_id="rows")
     return torch_compat.capture_graph(scaled, (stand_in, factor), {})
 
 
 def test_capture_names_its_inputs() -> None:
-    assert "L['x']" in capture(torch.zeros(3, 4)).sources
+    assert "L['x']" in captured(torch.zeros(3, 4)).sources
 
 
 def test_numbers_are_constants_whatever_was_traced_before() -> None:
-    counts = [len(capture(torch.zeros(3, 4), factor).sources) for factor in (2.0, 3.0, 4.0)]
+    counts = [len(captured(torch.zeros(3, 4), factor).sources) for factor in (2.0, 3.0, 4.0)]
     assert counts[0] == counts[1] == counts[2]
 
 
 def test_replay_runs_the_bytecode_around_a_stand_in() -> None:
     marker = torch.ones(1)
-    replay = capture(torch.zeros(3, 4)).replay(lambda *_: [marker])
+    replay = captured(torch.zeros(3, 4)).replay(lambda *_: [marker])
     assert replay(torch.zeros(3, 4), 2.0) is marker
 
 
@@ -53,7 +53,7 @@ def test_function_without_tensor_ops() -> None:
 
 
 def warn_of_both() -> list[str]:
-    with torch_compat._side_effects() as found:
+    with capture._side_effects() as found:
         warnings.warn("certain side effects happened in the model.forward. Here: [L['self'], G['x']]", UserWarning, stacklevel=1)
         warnings.warn("something else", UserWarning, stacklevel=1)
     return found
@@ -64,6 +64,20 @@ def test_side_effects_are_collected_and_other_warnings_given_again() -> None:
         found = warn_of_both()
     assert found == ["L['self']", "G['x']"]
     assert len(caught) == 1
+
+
+def test_a_folder_called_like_us_is_user_code() -> None:
+    assert torch_compat.is_user_file("/home/somebody/rung/torch/train.py")
+    assert not torch_compat.is_user_file(torch.nn.__file__)
+    assert not torch_compat.is_user_file(torch_compat.__file__)
+
+
+def test_location_of_a_node_in_a_folder_called_like_us() -> None:
+    node = fx.Graph().placeholder("x")
+    node.stack_trace = (
+        f'File "/home/somebody/rung/train.py", line 7, in forward\n    y = x + 1\nFile "{torch.nn.__file__}", line 1, in f\n    z'
+    )
+    assert torch_compat.node_location(node) == " at /home/somebody/rung/train.py:7 (y = x + 1)"
 
 
 def test_fresh_symbols_are_shared_by_name() -> None:

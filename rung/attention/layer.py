@@ -17,7 +17,7 @@ _library = torch.library.Library("rung", "FRAGMENT")
 _library.define("kv_cache_write(Tensor key, Tensor value, str layer) -> Tensor")
 _library.define("attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, str layer, Tensor? written=None) -> ()")
 
-SPLIT_OPS = ("rung::kv_cache_write", "rung::attention")
+SPLIT_OPS = frozenset({"rung::kv_cache_write", "rung::attention"})
 
 
 def _lookup(name: str) -> tuple[Attention, KVCache, AttentionMetadata]:
@@ -28,7 +28,7 @@ def _lookup(name: str) -> tuple[Attention, KVCache, AttentionMetadata]:
         missing = "layer" if layer is None else "metadata" if metadata is None else "KV cache"
         raise ContextError(
             f"attention layer {name!r} has no {missing} in the forward context; known layers: {sorted(context.attention_layers)[:4]}",
-            hint="bind the KV cache with `bind_kv_cache` and set the metadata of every attention layer",
+            hint="bind every attention layer with `Attention.bind`, and give the context its layers and their metadata",
         )
     return layer, layer.kv_cache, metadata
 

@@ -11,7 +11,6 @@ from rung.cli.phases import Phases
 from rung.models import SHAPES, LlamaConfig, LlamaForCausalLM, Tokenizer, load_model, random_model
 from rung.runner import StartUp
 
-MODES = ("auto", "eager", "compiled", "piecewise", "full")
 _SETTINGS: dict[str, dict[str, Any]] = {
     "auto": {"graphs": "full_and_piecewise"},
     "eager": {"graphs": "none", "eager": True},
@@ -41,7 +40,7 @@ def open_decoder(name: str, dtype: torch.dtype, device: torch.device, *, shapes:
 
 
 def runner_settings(mode: str, device: torch.device) -> dict[str, Any]:
-    """Fields of a `RunnerConfig` for one of `MODES`. On a CPU few sizes are captured, each at its first step."""
+    """Fields of a `RunnerConfig` for a `--mode`. On a CPU few sizes are captured, each at its first step."""
     settings = {**_SETTINGS[mode], "max_num_tokens": token_budget(device)}
     if device.type != "cuda" and settings["graphs"] != "none":
         settings |= {"capture_sizes": _CPU_SIZES, "lazy_capture": True}

@@ -181,6 +181,6 @@ class DecoderBench:
 
 
 def _padded_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those sizes of the documents' ladder that the benchmarked sizes are padded to."""
+    """Those sizes of the default ladder that the benchmarked sizes are padded to."""
     ladder = Ladder.up_to(max(sizes))
     return tuple(dict.fromkeys(padded for size in sizes if (padded := ladder.pad_to(size)) is not None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import rung
 from rung.cli.latency import Step, Timing, measure
 from rung.cli.phases import Phases
 from rung.cli.steps import grown, step_rows
-from rung.cli.targets import InputBuilder, Inputs, copy_of, growing_dims
+from rung.cli.targets import InputBuilder, Inputs, growing_dims
 from rung.errors import ConfigError
 from rung.graphs import Ladder
 
@@ -70,7 +71,7 @@ class ModuleBench:
         dynamic = growing_dims(module, build, (max(sizes) - 1, max(sizes)), ROWS)
         self._modules: dict[str, nn.Module] = {}
         for mode in modes:
-            self._modules[mode] = module if mode == "eager" else rung.wrap(copy_of(module), **_options(mode, dynamic, sizes))
+            self._modules[mode] = module if mode == "eager" else rung.wrap(copy.deepcopy(module), **_options(mode, dynamic, sizes))
 
     def run(self, size: int) -> dict[str, Timing]:
         """Timings by mode for inputs of `size`."""

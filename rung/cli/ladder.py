@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True)
-@click.option("--max", "maximum", type=int, default=512, show_default=True, help="The largest size that will ever come.")
-@click.option("--sizes", metavar="N,N,...", callback=integers, help="Capture these sizes instead of the documents' series.")
+@click.option("--max", "maximum", type=int, help="The largest size that will ever come; default: the largest of --sizes, else 512.")
+@click.option("--sizes", metavar="N,N,...", callback=integers, help="Capture these sizes instead of the default series.")
 @click.option("--trim", type=int, help="Keep at most this many sizes, those that cost the least padding.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def ladder(ctx: click.Context, maximum: int, sizes: tuple[int, ...] | None, trim: int | None, as_json: bool) -> None:
+def ladder(ctx: click.Context, maximum: int | None, sizes: tuple[int, ...] | None, trim: int | None, as_json: bool) -> None:
     """Print the capture sizes and their padding; check them, or choose them for recorded steps."""
     if ctx.invoked_subcommand is not None:
         return
-    from rung.graphs import Ladder
+    from rung.graphs.ladder import DEFAULT_TOP, Ladder
 
-    chosen = Ladder.custom(sizes, maximum) if sizes else Ladder.up_to(maximum)
+    chosen = Ladder.custom(sizes, maximum) if sizes else Ladder.up_to(DEFAULT_TOP if maximum is None else maximum)
     if trim is not None:
         chosen = chosen.trimmed(trim)
     rows = _intervals(chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import sys
@@ -90,8 +89,3 @@ def growing_dims(module: nn.Module, build: InputBuilder, sizes: tuple[int, int],
             f"--inputs: no dimension differs between sizes {sizes[0]} and {sizes[1]}", hint="let the builder use its argument"
         )
     return dims
-
-
-def copy_of(module: nn.Module) -> nn.Module:
-    """A copy to wrap: one module is wrapped once."""
-    return copy.deepcopy(module)

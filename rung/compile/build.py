@@ -74,7 +74,6 @@ class _Builder:
         self.numbers: dict[fx.Node, int] = {}
         self.steps: list[Step] = []
         self.unique: dict[str, Piece] = {}
-        self.breaks = 0
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 self.number(node)

@@ -6,18 +6,15 @@ they have been compared once with the loaded ones.
 
 from __future__ import annotations
 
-import copy
-import platform
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from rung import torch_compat
+from rung.attention import SPLIT_OPS
 from rung.cache import Store, key_of
 from rung.compile import plan as plan_module
 from rung.compile.bound import StepCall
@@ -26,36 +23,15 @@ from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
 from rung.compile.fingerprint import fingerprint
 from rung.compile.paths import Path
-from rung.compile.pieces import Piece, refuse_aliased_writes
+from rung.compile.piece_compiler import PieceCompiler
 from rung.compile.plan import CompilePlan, TensorSpec
+from rung.compile.report import CompileReport
 from rung.compile.selfcheck import check_piece
 from rung.compile.sources import current_digest, type_refs
 from rung.compile.trace import DynamicDims, TracedGraph, self_name, trace
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
-from rung.errors import ArtifactError, CacheError, CompileError
-from rung.passes import PassManager
-
-_SETTINGS = {
-    # kernels choose among their few configurations at the first call, before any capture; compiling must not run them
-    "triton.autotune_at_compile_time": False,
-    # the entry checks arguments once a call; pieces need not check again
-    "size_asserts": False,
-    "scalar_asserts": False,
-}
-
-
-@dataclass(slots=True)
-class CompileReport:
-    """What one compile did and how long each phase took."""
-
-    plan_key: str = ""
-    source: str = ""  # "compiled" or "loaded"
-    reason: str = ""  # why it was not loaded
-    seconds: dict[str, float] = field(default_factory=dict)
-    pieces: int = 0
-    unique_pieces: int = 0
-    passes: list[dict[str, Any]] = field(default_factory=list)  # one a unique piece
+from rung.errors import ArtifactError
 
 
 class Driver:
@@ -65,7 +41,7 @@ class Driver:
         self.config = config
         self.store = store
         self.counters = counters
-        self.passes = PassManager()
+        self.pieces = PieceCompiler(config, store, counters)
 
     def compile(
         self, function: Callable[..., Any], locals_: Mapping[str, Any], tensors: Sequence[tuple[Path, torch.Tensor]], dims: DynamicDims
@@ -77,25 +53,24 @@ class Driver:
         owner = _owner(function)
         factors, opaque = self._plan_factors(function, locals_, tensors, dims)
         report.plan_key = key_of(factors)
-        clock = _Clock(report.seconds)
         plan = None if opaque else self._find_plan(report, tensors)
         if opaque:
             report.reason = f"not cacheable: attribute {opaque[0]!r} cannot be described"
         blobs: dict[str, bytes] = {}
         if plan is None:
-            plan, blobs = self._build(function, locals_, tensors, dims, report, clock, factors, keep=not opaque)
+            plan, blobs = self._build(function, locals_, tensors, dims, report, factors, keep=not opaque)
         else:
             self.counters.add(Count.PLAN_HITS)
             report.source = "loaded"
         try:
-            compiled = self._load(plan, blobs, owner, report, clock)
+            compiled = self._load(plan, blobs, owner, report)
         except ArtifactError as error:
             if report.source == "compiled":
                 raise
             warnings.warn(f"a stored artifact could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
             report.reason = error.message
-            plan, blobs = self._build(function, locals_, tensors, dims, report, clock, factors, keep=True)
-            compiled = self._load(plan, blobs, owner, report, clock)
+            plan, blobs = self._build(function, locals_, tensors, dims, report, factors, keep=True)
+            compiled = self._load(plan, blobs, owner, report)
         report.pieces = sum(step.piece is not None for step in plan.steps)
         report.unique_pieces = len(plan.pieces)
         Dump.of(plan.entry, report.plan_key).loaded(plan, compiled)
@@ -119,18 +94,9 @@ class Driver:
             "split_ops": sorted(self.config.split_ops),
             "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
             "constants": {name: value for name, value in constants.items() if name not in paths},
-            **self._code_factors(_device(tensors, owner)),
+            **self.pieces.code_factors(_device(tensors, owner)),
         }
         return factors, opaque
-
-    def _code_factors(self, device: torch.device) -> dict[str, Any]:
-        return {
-            "passes": self.passes.uuid(),
-            "inductor": {**_SETTINGS, **{key: repr(value) for key, value in self.config.inductor.items()}},
-            "python": ".".join(platform.python_version_tuple()[:2]),
-            **torch_compat.toolchain_factors(),
-            **torch_compat.device_factors(device),
-        }
 
     @staticmethod
     def _shape(path: Path, tensor: torch.Tensor, dims: DynamicDims) -> list[int | str]:
@@ -171,7 +137,6 @@ class Driver:
         tensors: Sequence[tuple[Path, torch.Tensor]],
         dims: DynamicDims,
         report: CompileReport,
-        clock: _Clock,
         factors: dict[str, Any],
         *,
         keep: bool,
@@ -180,13 +145,13 @@ class Driver:
         report.source = "compiled"
         entry = f"{function.__module__}:{function.__qualname__}"
         dump = Dump.of(entry, report.plan_key)
-        with clock("trace"), torch_compat.quiet_compiler():
+        with report.clock("trace"), torch_compat.quiet_compiler():
             traced = trace(function, locals_, dims, maximum=self.config.maximum)
             self.counters.add(Count.DYNAMO_TRACES)
         dump.traced(traced)
-        with clock("split"):
+        with report.clock("split"):
             graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
-        pieces, blobs = self._compile_pieces(graph, traced, _device(tensors, getattr(function, "__self__", None)), report, clock, dump)
+        pieces, blobs = self._compile_pieces(graph, traced, _device(tensors, getattr(function, "__self__", None)), report, dump)
         plan = CompilePlan(
             entry=entry,
             inputs=traced.inputs,
@@ -200,35 +165,34 @@ class Driver:
             written=graph.written,
         )
         if keep:
-            with clock("save"):
-                self._save(lambda: self.store.put_manifest("plans", report.plan_key, {"factors": factors, "plan": plan.to_json()}))
+            with report.clock("save"):
+                self.pieces.save(lambda: self.store.put_manifest("plans", report.plan_key, {"factors": factors, "plan": plan.to_json()}))
         self._check(graph, plan, blobs, _owner(function))
         return plan, blobs
 
     def compile_traced(self, traced: TracedGraph) -> CompiledFunction:
         """Compile a graph whose guards somebody else keeps; pieces come from and go to the store, the plan does not."""
         report = CompileReport(source="compiled", reason="traced by torch.compile")
-        clock = _Clock(report.seconds)
         dump = Dump.of("torch_compile:graph", key_of({"id": id(traced)}))
         dump.traced(traced)
         placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
         device = next((v.device for n in placeholders if isinstance(v := n.meta["example_value"], torch.Tensor)), torch.device("cpu"))
         graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
-        pieces, blobs = self._compile_pieces(graph, traced, device, report, clock, dump)
+        pieces, blobs = self._compile_pieces(graph, traced, device, report, dump)
         plan = CompilePlan("", traced.inputs, (), {}, pieces, graph.steps, graph.outputs, traced.template, ())
         self._check(graph, plan, blobs, {})
-        return self._load(plan, blobs, {}, report, clock)
+        return self._load(plan, blobs, {}, report)
 
     def _compile_pieces(
-        self, graph: SplitGraph, traced: TracedGraph, device: torch.device, report: CompileReport, clock: _Clock, dump: Dump
+        self, graph: SplitGraph, traced: TracedGraph, device: torch.device, report: CompileReport, dump: Dump
     ) -> tuple[tuple[tuple[str, str], ...], dict[str, bytes]]:
         self.counters.add(Count.PIECES, sum(step.piece is not None for step in graph.steps))
         self.counters.add(Count.UNIQUE_PIECES, len(graph.pieces))
-        code = self._code_factors(device)
+        code = self.pieces.code_factors(device)
         blobs, pieces = {}, []
-        with clock("compile"):
+        with report.clock("compile"):
             for index, piece in enumerate(graph.pieces):
-                digest, blob = self._piece_blob(piece, traced, code, report, dump, index)
+                digest, blob = self.pieces.blob(index, piece, traced, code, report, dump)
                 blobs[digest] = blob
                 pieces.append((piece.key, digest))
         return tuple(pieces), blobs
@@ -237,72 +201,6 @@ class Driver:
         named = {dim: traced.unified.get(name, name) for dim, name in dims.get(path.dotted(), {}).items()}
         shape = tuple(named[dim] if named.get(dim) in traced.bounds else extent for dim, extent in enumerate(tensor.shape))
         return TensorSpec(str(tensor.dtype), tensor.device.type, shape)
-
-    def _piece_blob(
-        self, piece: Piece, traced: TracedGraph, code: Mapping[str, Any], report: CompileReport, dump: Dump, index: int
-    ) -> tuple[str, bytes]:
-        factors = {"piece": piece.key, "bounds": sorted(str(bound) for bound in traced.bounds.values()), **code}
-        key = key_of(factors)
-        try:
-            manifest = self.store.get_manifest("pieces", key)
-            if manifest is not None:
-                blob = self.store.get_blob(manifest["blob"])
-                report.passes.append(manifest["passes"])
-                return manifest["blob"], blob
-        except ArtifactError as error:
-            warnings.warn(f"a stored piece could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
-        dump.piece(index, piece)
-        refuse_aliased_writes(piece)
-        passes = PassManager(self.passes.passes)
-        blob = self._compile_piece(piece, traced, passes, index)
-        report.passes.append(passes.report)
-        digest = self._save(lambda: self.store.put_blob(blob)) or f"unsaved-{index}"
-        self._save(lambda: self.store.put_manifest("pieces", key, {"factors": factors, "blob": digest, "passes": passes.report}))
-        return digest, blob
-
-    def _compile_piece(self, piece: Piece, traced: TracedGraph, passes: PassManager, index: int) -> bytes:
-        """Compile with hinted sizes, which fuse; without hints when that code would not serve every size."""
-        try:
-            with torch_compat.quiet_compiler():
-                artifact, restrictions = self._inductor(piece, traced, passes, hinted=True)
-                if restrictions:
-                    self.counters.add(Count.UNHINTED_COMPILES)
-                    artifact, _ = self._inductor(piece, traced, passes, hinted=False)
-                return torch_compat.serialize_artifact(artifact)
-        except Exception as error:
-            raise CompileError(
-                f"Inductor could not compile piece {index}: {type(error).__name__}: {str(error).strip().splitlines()[0][:300]}",
-                hint="RUNG_DUMP=<folder> writes the piece; TORCH_LOGS=+inductor tells more",
-            ) from error
-
-    def _inductor(self, piece: Piece, traced: TracedGraph, passes: PassManager, *, hinted: bool) -> tuple[Any, list[str]]:
-        """An artifact, and what Inductor assumed about the sizes from 2 on."""
-        fresh = torch_compat.FreshSymbols(hinted=hinted)
-        inputs = []
-        for node in piece.graph_module.graph.nodes:
-            if node.op == "placeholder":
-                value = node.meta["example_value"]
-                for symbol in sorted(torch_compat.free_symbols(value), key=str):
-                    fresh.symbol(str(symbol), high=traced.bounds.get(traced.symbols.get(str(symbol), "")))
-                inputs.append(fresh.tensor(value) if isinstance(value, torch.Tensor) else fresh.integer(value))
-        # ranges and hints are not in Inductor's own key
-        tag = repr((hinted, sorted(map(str, traced.bounds.values()))))
-        module = copy.deepcopy(piece.graph_module)
-        fresh.propagate(module, inputs)
-        options = {**_SETTINGS, **self.config.inductor, **passes.inductor_options(tag)}
-        artifact = torch_compat.compile_piece(module, fresh, inputs, options)
-        self.counters.add(Count.INDUCTOR_COMPILES)
-        return artifact, fresh.restrictions()
-
-    def _save(self, write: Callable[[], Any]) -> Any:
-        """A store that cannot be written costs the next start, never this run."""
-        try:
-            result = write()
-        except CacheError as error:
-            warnings.warn(error.message, RuntimeWarning, stacklevel=2)
-            return None
-        self.counters.add(Count.ARTIFACT_WRITES)
-        return result
 
     def _check(self, graph: SplitGraph, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any]) -> None:
         for index, piece in enumerate(graph.pieces):
@@ -315,10 +213,8 @@ class Driver:
 
     # --- load ------------------------------------------------------------------------------------------------------------------------
 
-    def _load(
-        self, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport, clock: _Clock
-    ) -> CompiledFunction:
-        with clock("load"), torch_compat.quiet_compiler():
+    def _load(self, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport) -> CompiledFunction:
+        with report.clock("load"), torch_compat.quiet_compiler():
             pieces: list[StepCall] = []
             texts: list[str] = []
             for _, digest in plan.pieces:
@@ -339,15 +235,12 @@ def _fits(plan: CompilePlan, tensors: Sequence[tuple[Path, torch.Tensor]]) -> bo
     )
 
 
-SPLIT_OPS = frozenset({"rung::attention", "rung::kv_cache_write"})
-
-
 def load_piece(blob: bytes) -> tuple[StepCall, str]:
     """The callable of a piece (Inductor's own entry, below AOTAutograd's runtime wrapper of 7 to 11 us a call) and its source."""
     artifact = torch_compat.deserialize_artifact(blob)
     raw = torch_compat.raw_callable(artifact)
     if raw is None:
-        raise ArtifactError("an artifact has no callable inside", hint="clear the store: rung cache clear")
+        raise ArtifactError("an artifact has no callable inside", hint="remove the folder that `rung doctor` names as the store")
     return raw, torch_compat.artifact_source(artifact)
 
 
@@ -363,22 +256,3 @@ def _device(tensors: Sequence[tuple[Path, torch.Tensor]], owner: object) -> torc
         for parameter in owner.parameters():
             return parameter.device
     return torch.device("cpu")
-
-
-class _Clock:
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds = seconds
-
-    def __call__(self, phase: str) -> _Phase:
-        return _Phase(self.seconds, phase)
-
-
-class _Phase:
-    def __init__(self, seconds: dict[str, float], phase: str) -> None:
-        self.seconds, self.phase = seconds, phase
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + time.perf_counter() - self.start

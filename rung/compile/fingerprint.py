@@ -28,8 +28,8 @@ class RuntimeState:
 def fingerprint(module: nn.Module) -> tuple[dict[str, Any], list[str]]:
     """JSON that is equal for modules which trace alike, and the attributes that could not be described (the plan then cannot be kept)."""
     walk = _Walk()
-    described: dict[str, Any] = {name: walk.module(name, submodule) for name, submodule in module.named_modules()}
-    return described | {"tied": _tied(module)}, walk.opaque
+    modules = {name: walk.module(name, submodule) for name, submodule in module.named_modules()}
+    return {"modules": modules, "tied": _tied(module)}, walk.opaque
 
 
 def _class_attributes(cls: type) -> dict[str, str]:

@@ -8,7 +8,6 @@ import traceback
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from rung.compile.sources import SourceRef, source_refs
 from rung.compile.template import Recorder, Template
 from rung.errors import DynamicShapeError, RungError, TraceError, UnsupportedModuleError
 
-_NOT_USER_CODE = (PurePath(torch.__file__).parent, PurePath(__file__).parents[1])
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 DynamicDims = Mapping[str, Mapping[int, str]]  # argument (dotted path) -> {dim: name of the symbol}
@@ -193,7 +191,7 @@ def _trace_error(function: Callable[..., Any], error: BaseException) -> TraceErr
         )
     return TraceError(
         f"{_name(function)} could not be traced as one graph{where}: {reason}",
-        hint="remove the call from forward, or mark the function that holds it so that it runs outside of the graph; "
+        hint="move it out of forward, or into a custom op (torch.library.custom_op) whose name is in `split_ops`; "
         "RUNG_DISABLE=1 runs the module eagerly",
     )
 
@@ -205,7 +203,6 @@ def user_location(error: BaseException) -> str:
     # some of torch 2.11's errors carry the stack as text alone
     frames += [traceback.FrameSummary(file, int(line), "", line=code) for file, line, code in _FRAME.findall(str(error))]
     for frame in reversed(frames):
-        path = PurePath(frame.filename)
-        if not any(path.is_relative_to(package) for package in _NOT_USER_CODE) and frame.line:
-            return f" at {frame.filename}:{frame.lineno} ({frame.line.strip()})"
+        if torch_compat.is_user_file(frame.filename) and frame.line:
+            return torch_compat.place(frame.filename, frame.lineno, frame.line)
     return ""

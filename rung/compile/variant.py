@@ -10,8 +10,8 @@ import torch
 
 from rung.compile.arguments import Leaf
 from rung.compile.compiled import CompiledFunction
-from rung.compile.driver import CompileReport
 from rung.compile.plan import TensorSpec
+from rung.compile.report import CompileReport
 from rung.compile.stitch import Source
 from rung.errors import InputMismatchError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rung.graphs.backends import GraphBackend, make_backend
 from rung.graphs.buffers import BufferSpec, StaticBuffer
-from rung.graphs.descriptor import ConfiguredMode, Descriptor, GraphMode, Shape, exact, fits
+from rung.graphs.descriptor import ConfiguredMode, Descriptor, GraphMode, Shape, exact
 from rung.graphs.dispatch import Dispatch, Dispatcher, plan_descriptors, resolve_mode
 from rung.graphs.ladder import Ladder
 from rung.graphs.manager import CaptureReport, GraphManager
@@ -34,7 +34,6 @@ __all__ = [
     "TracedStep",
     "check_padding",
     "exact",
-    "fits",
     "make_backend",
     "plan_descriptors",
     "read_trace",

@@ -36,7 +36,7 @@ class StaticBuffer:
     """Owns the memory of one input for as long as a graph reads it; the address never changes.
 
     `view(sizes)` is always contiguous and starts at the address of the buffer. `write` is for callers with a tensor of their own; a runner
-    writes into views itself and calls `pad_tail`. Not thread-safe: the manager's lock covers it."""
+    writes into views itself, padding included. Not thread-safe: the manager's lock covers it."""
 
     def __init__(self, spec: BufferSpec, *, capacity: Mapping[str, int], device: torch.device | str = "cpu") -> None:
         self.spec = spec
@@ -86,12 +86,6 @@ class StaticBuffer:
             )
         target[tuple(slice(0, size) for size in tensor.shape)].copy_(tensor, non_blocking=True)
         self._fill_outside(target, tuple(tensor.shape), self.spec.pad)
-        return target
-
-    def pad_tail(self, actual: Mapping[str, int], sizes: Mapping[str, int]) -> torch.Tensor:
-        """Fill what lies outside `actual` in the view at `sizes` with the pad value, return the view."""
-        target = self.view(sizes)
-        self._fill_outside(target, self.spec.resolve(actual), self.spec.pad)
         return target
 
     def poison(self, generator: torch.Generator | None = None) -> None:

@@ -94,7 +94,8 @@ class Descriptor:
 
 
 def misfit(descriptor: Descriptor, shape: Shape) -> Reason | None:
-    """The first condition of `descriptor` that `shape` does not meet, None when the step can run in it after padding."""
+    """The first condition of `descriptor` that `shape` does not meet, None when the step can run in it after padding. The one predicate:
+    nothing else decides whether a graph serves a step."""
     if descriptor.variant != shape.variant:
         return Reason.VARIANT
     if descriptor.adapters < shape.adapters or bool(descriptor.adapters) != bool(shape.adapters):
@@ -110,11 +111,6 @@ def misfit(descriptor: Descriptor, shape: Shape) -> Reason | None:
     if descriptor.symbols != shape.symbols and not _symbols_fit(dict(descriptor.symbols), dict(shape.symbols)):
         return Reason.OTHER_DIMENSION
     return None
-
-
-def fits(descriptor: Descriptor, shape: Shape) -> bool:
-    """Whether a step of `shape` can run in `descriptor`; planning, dispatch and the runner all ask this."""
-    return misfit(descriptor, shape) is None
 
 
 def exact(shape: Shape) -> Descriptor:

@@ -125,15 +125,6 @@ class Dispatcher:
                 entries = tuple(d for d in ordered if d.mode is mode and d.uniform_query_len == query_len)
                 groups[query_len] = _Group(entries, tuple(d.num_tokens for d in entries))
 
-    def candidates(self, shape: Shape) -> list[Descriptor]:
-        """The smallest descriptors with room for the tokens of `shape`, FULL first; not all of them need fit otherwise."""
-        found: list[Descriptor] = []
-        for groups in self._groups.values():
-            for group in groups.values():
-                start = bisect_left(group.sizes, shape.num_tokens)
-                found += [d for d in group.entries[start:] if d.num_tokens == group.sizes[start]]
-        return found
-
     def dispatch(self, shape: Shape, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """The best mode that fits, not better than `best`. A step without a graph keeps its exact sizes."""
         if shape.num_tokens == 0:

@@ -49,7 +49,7 @@ class Ladder:
 
     @classmethod
     def up_to(cls, maximum: int) -> Ladder:
-        """The documents' series with `maximum` appended when the series lacks it. `maximum` 0 gives an empty ladder."""
+        """The series with `maximum` appended when the series lacks it. `maximum` 0 gives an empty ladder."""
         _check_size(maximum, "maximum", lowest=0)
         return cls.custom(series(maximum), maximum) if maximum else cls(())
 

@@ -68,9 +68,8 @@ class WrappedGraphs:
                 self._write(manager, inputs, descriptor)
             outputs = manager.run(dispatch)
             cut = {self.dim: size}
-            flat = outputs.clone(cut, self._dims or ()) if self._dims is not None else outputs.clone()
-            if self.config.outputs == "borrow":
-                flat = outputs.cut(cut, self._dims) if self._dims is not None else outputs.borrow()
+            take = outputs.cut if self.config.outputs == "borrow" else outputs.clone
+            flat = take(cut if self._dims is not None else None, self._dims)
             return self.compiled.restore(self._restore_sizes(flat, inputs), inputs)
 
     def capture(self, sizes: Sequence[int], inputs: Sequence[Any]) -> CaptureReport:

@@ -15,6 +15,8 @@ DECODE_QUERY_LEN = 1  # tokens of a decode; 1 + drafts once there is speculation
 
 def batch_order(num_scheduled_tokens: Mapping[str, int]) -> list[str]:
     """Decodes first, then by token count, ties in the plan's order: attention backends expect decode-like rows at the front."""
+    if len(set(num_scheduled_tokens.values())) == 1:
+        return list(num_scheduled_tokens)
     return sorted(num_scheduled_tokens, key=lambda r: (num_scheduled_tokens[r] != DECODE_QUERY_LEN, num_scheduled_tokens[r]))
 
 
@@ -50,8 +52,8 @@ class Batch:
 def gather_batch(num_scheduled_tokens: Mapping[str, int], slots: RequestSlots) -> Batch:
     """The batch of a plan whose changes have been applied to `slots`."""
     request_ids = batch_order(num_scheduled_tokens)
-    idx_mapping = np.fromiter((slots.slot_of[r] for r in request_ids), np.int64, len(request_ids))
-    query_lens = np.fromiter((num_scheduled_tokens[r] for r in request_ids), np.int32, len(request_ids))
+    idx_mapping = np.array([slots.slot_of[r] for r in request_ids], np.int64)
+    query_lens = np.array([num_scheduled_tokens[r] for r in request_ids], np.int32)
     computed = slots.num_computed_tokens_np[idx_mapping]
     prefilling = computed < slots.prefill_len_np[idx_mapping]
     # One more token over an existing context is a decode to the kernels, wherever the token comes from.

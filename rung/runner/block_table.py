@@ -24,20 +24,14 @@ class BlockTable:
         self.max_blocks = max_blocks
         self.num_blocks_np = np.zeros(max_num_requests, np.int32)
         device = transfer.device
-        self._by_slot = torch.zeros(max_num_requests, 1 + max_blocks, dtype=torch.int32, device=device)
+        by_slot = torch.zeros(max_num_requests, 1 + max_blocks, dtype=torch.int32, device=device)
+        self.table = by_slot[:, 1:]  # int32 [R, B]
+        self.num_blocks = by_slot[:, 0]  # int32 [R]
         self.batch = torch.zeros(max_num_requests, max_blocks, dtype=torch.int32, device=device)
         self.slot_mapping = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
-        self._staged = StagedWrites(self._by_slot, transfer, ops)
+        self._staged = StagedWrites(by_slot, transfer, ops)
         self._ops = ops
         self._dirty_rows = 0  # rows of `batch` that may not be zero
-
-    @property
-    def table(self) -> torch.Tensor:  # int32 [R, B]
-        return self._by_slot[:, 1:]
-
-    @property
-    def num_blocks(self) -> torch.Tensor:  # int32 [R]
-        return self._by_slot[:, 0]
 
     def check(self, slot: int | None, num_new_blocks: int, replace: bool) -> None:
         """Raise `BlockTableError` when the row of a request could not take so many more blocks."""

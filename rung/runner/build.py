@@ -14,8 +14,8 @@ from torch import nn
 from rung.attention import AttentionBackend, AttentionSpec, CaptureSupport, attention_layers
 from rung.attention.select import select_backend
 from rung.compile.compiled import CompiledFunction
-from rung.compile.driver import CompileReport
 from rung.compile.entry import Entry
+from rung.compile.report import CompileReport
 from rung.config import CompileConfig
 from rung.counters import Counters
 from rung.errors import ConfigError
@@ -26,6 +26,7 @@ from rung.runner.executor import InProcessExecutor
 from rung.runner.forward import EagerForward, Forward
 from rung.runner.graph_forward import DIM, GraphForward
 from rung.runner.model_runner import ModelRunner
+from rung.runner.ops import default_ops
 from rung.runner.scheduler import Scheduler
 from rung.runner.step_trace import capture_ladder, open_step_trace
 from rung.runner.text import Tokenizer
@@ -37,6 +38,7 @@ class StartUp:
 
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     attention: str = ""  # the attention backend and why
+    step_ops: str = ""  # the operations that build a step's inputs, and why when they are not the fast ones
     compile: CompileReport | None = None
     capture: CaptureReport | None = None
 
@@ -72,7 +74,8 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     elif config.graphs != "none":
         raise ConfigError("graphs need a compiled model, and eager=True asks for none", hint='use graphs="none", or eager=False')
     with start.phase("allocate"):
-        runner = ModelRunner(module, config, backend=attention.make, forward=forward, counters=counters, trace=trace)
+        ops, start.step_ops = default_ops(device)
+        runner = ModelRunner(module, config, backend=attention.make, forward=forward, ops=ops, counters=counters, trace=trace)
     if isinstance(forward, GraphForward) and forward.descriptors:
         with start.phase("capture"):
             start.capture = forward.capture(runner.dummy_context, lazy=config.lazy_capture)

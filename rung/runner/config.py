@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from rung.errors import ConfigError
 
@@ -33,10 +33,15 @@ class RunnerConfig:
     eager: bool = False  # run the model uncompiled
 
     def __post_init__(self) -> None:
+        if self.graphs not in get_args(Mode):
+            raise ConfigError(f"graphs must be one of {', '.join(get_args(Mode))}; got {self.graphs!r}", hint="use 'none' if unsure")
         for name in ("max_num_requests", "max_num_tokens", "max_model_len", "block_size", "steps_in_flight"):
             _at_least(name, getattr(self, name), 1)
         if self.max_model_len < 2:
-            raise ConfigError(f"max_model_len must be at least 2 (one prompt token and one output token), got {self.max_model_len}")
+            raise ConfigError(
+                f"max_model_len must be at least 2 (one prompt token and one output token), got {self.max_model_len}",
+                hint="leave it at the default of 2048, or give the model's context",
+            )
         for name, least in (("num_blocks", 2), ("kv_cache_bytes", 1), ("long_prefill_chunk", 1)):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), least)
@@ -61,4 +66,4 @@ class RunnerConfig:
 
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}")
+        raise ConfigError(f"{name} must be at least {least}, got {value}", hint=f"leave {name} at its default")

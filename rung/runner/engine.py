@@ -67,7 +67,6 @@ class Engine:
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
-        self.num_steps = 0
         self._tokenizer = tokenizer
         stops = frozenset(stop_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
         self._admission = Admission(scheduler.config.max_model_len, vocab_size, tokenizer, stops)
@@ -161,7 +160,6 @@ class Engine:
             return False
         if self.executor.execute_model(plan).result() is not None:
             return False  # a plan without tokens was applied
-        self.num_steps += 1
         self._in_flight.append(self.executor.sample_tokens())
         return True
 

@@ -23,7 +23,7 @@ from rung.runner.forward import Dispatch, EagerForward, Forward
 from rung.runner.inputs import InputBuffers, InputBuilder
 from rung.runner.kv_cache import allocate_kv_caches, block_bytes, num_kv_blocks
 from rung.runner.metadata import build_metadata
-from rung.runner.ops import StepOps, TorchStepOps
+from rung.runner.ops import StepOps, default_ops
 from rung.runner.output import EMPTY_OUTPUT, AsyncOutput, ModelRunnerOutput
 from rung.runner.plan import StepPlan
 from rung.runner.plan_check import PlanChecker
@@ -88,7 +88,7 @@ class ModelRunner:
         self.kv_caches = allocate_kv_caches(self.layers, self.num_blocks, config.block_size, self.dtype, self.device)
         self._bind_layers(backend)
 
-        ops = ops or TorchStepOps()
+        self.ops = ops = ops or default_ops(self.device)[0]
         transfer = HostToDevice(self.device, self.counters)
         self.slots = RequestSlots(config.max_num_requests, config.max_model_len, transfer, ops)
         self.block_tables = (
@@ -97,7 +97,6 @@ class ModelRunner:
         self.buffers = InputBuffers.allocate(config.max_num_tokens, config.max_num_requests, self.device, self.forward.static_inputs())
         self.sampler = Sampler(config.max_num_requests, transfer, ops)
         self._inputs = InputBuilder(self.buffers, self.slots, transfer, ops)
-        self._ops = ops
         self._checker = PlanChecker(config, self.slots, self.block_tables)
         self._parked: ParkedStep | None = None
         self._trace = trace
@@ -139,10 +138,10 @@ class ModelRunner:
         count = batch.num_requests
         idx_mapping, seq_lens = self.buffers.idx_mapping[:count], self.buffers.seq_lens[:count]
         sampled = self.sampler.sample(logits, idx_mapping, batch.idx_mapping, seq_lens, bitmask)
-        num_sampled = self._ops.num_sampled(idx_mapping, seq_lens, self.slots.prefill_len, count)
+        num_sampled = self.ops.num_sampled(idx_mapping, seq_lens, self.slots.prefill_len, count)
         # The copy starts before the state is advanced, so that it does not wait for it.
         output = AsyncOutput(batch.request_ids, sampled, num_sampled, self._copy_stream)
-        self._ops.advance(self.slots, self.buffers.idx_mapping, self.buffers.query_start_loc, sampled, num_sampled)
+        self.ops.advance(self.slots, self.buffers.idx_mapping, self.buffers.query_start_loc, sampled, num_sampled)
         self._advance_mirrors(batch)
         return output
 
@@ -201,7 +200,7 @@ class ModelRunner:
     def _forward_logits(self, step: PreparedStep) -> torch.Tensor:
         rows = step.dispatch.num_tokens
         hidden = self.forward.run(step.dispatch, self.buffers.input_ids[:rows], self.buffers.positions[:rows], step.context)
-        last_rows = self._ops.logits_indices(self.buffers.query_start_loc, step.batch.num_requests)
+        last_rows = self.ops.logits_indices(self.buffers.query_start_loc, step.batch.num_requests)
         logits: torch.Tensor = self.module.compute_logits(hidden[last_rows])  # type: ignore[operator]
         return logits
 

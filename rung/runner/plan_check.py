@@ -49,7 +49,7 @@ class PlanChecker:
     def _check_cached(self, request: CachedRequest, leaving: frozenset[str]) -> None:
         name = request.request_id
         slot = self._slot(name, leaving)
-        computed = int(self._slots.num_computed_tokens_np[slot])
+        computed = self._slots.num_computed_tokens_np.item(slot)
         if not request.resumed and request.num_computed_tokens != computed:
             raise RequestError(f"request {name!r} has {computed} computed tokens, the plan says {request.num_computed_tokens}", hint=_HINT)
         if request.new_block_ids or request.resumed:
@@ -66,27 +66,30 @@ class PlanChecker:
     ) -> None:
         total, budget = plan.total_num_scheduled_tokens, self._config.max_num_tokens
         _require(total <= budget, f"the plan has {total} tokens, max_num_tokens is {budget}")
-        slots = self._slots
+        # `item` reads one number of an array faster than indexing and converting it.
+        computed_at, known_at = self._slots.num_computed_tokens_np.item, self._slots.total_len_np.item
         for name, count in plan.num_scheduled_tokens.items():
             if count < 1:
                 raise RequestError(f"request {name!r} is scheduled with {count} tokens", hint=_HINT)
-            if name in new:
-                computed, known, held = new[name].num_computed_tokens, len(new[name].token_ids), [len(b) for b in new[name].block_ids]
+            if (request := new.get(name)) is not None:
+                computed, known, blocks = request.num_computed_tokens, len(request.token_ids), [len(b) for b in request.block_ids]
             else:
                 slot = self._slot(name, leaving)
-                computed, known = int(slots.num_computed_tokens_np[slot]), int(slots.total_len_np[slot])
-                held = [int(table.num_blocks_np[slot]) for table in self._tables]
+                computed, known = computed_at(slot), known_at(slot)
+                blocks = [table.num_blocks_np.item(slot) for table in self._tables]
                 if (change := cached.get(name)) is not None:
                     computed = change.num_computed_tokens
-                    added = [len(blocks) for blocks in change.new_block_ids] or [0] * len(held)
-                    held = added if change.resumed else [a + b for a, b in zip(held, added, strict=True)]
+                    if change.resumed or change.new_block_ids:
+                        added = [len(b) for b in change.new_block_ids]
+                        blocks = added if change.resumed else [a + b for a, b in zip(blocks, added, strict=True)]
             end = computed + count
             if end > known:
                 raise RequestError(f"request {name!r} is scheduled up to token {end} and has {known}", hint=_HINT)
-            for table, blocks in zip(self._tables, held, strict=True):
-                if blocks * table.block_size < end:
+            for table, num_blocks in zip(self._tables, blocks, strict=True):
+                if num_blocks * table.block_size < end:
                     raise BlockTableError(
-                        f"request {name!r} is scheduled up to token {end} and has {blocks} blocks of {table.block_size} tokens", hint=_HINT
+                        f"request {name!r} is scheduled up to token {end} and has {num_blocks} blocks of {table.block_size} tokens",
+                        hint=_HINT,
                     )
 
     def _slot(self, request_id: str, leaving: frozenset[str]) -> int:

@@ -36,7 +36,6 @@ class Request:
     num_computed_tokens: int = 0  # scheduled tokens, those of steps in flight included
     num_in_flight: int = 0  # tokens being sampled that the host does not know yet
     block_ids: list[int] = field(default_factory=list)
-    num_preemptions: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +45,8 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens that a step could compute now; 0 when the request may not grow any more."""
-        return self.num_tokens - self.num_computed_tokens if self.num_tokens < self.max_total_tokens else 0
+        num_tokens = self.num_tokens
+        return num_tokens - self.num_computed_tokens if num_tokens < self.max_total_tokens else 0
 
     @property
     def is_finished(self) -> bool:

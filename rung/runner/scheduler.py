@@ -99,10 +99,10 @@ class Scheduler:
             self._release(request)
 
     def _schedule_running(self, draft: _Draft) -> None:
-        index = 0
+        chunk, index = self.config.prefill_chunk, 0
         while index < len(self.running) and draft.budget > 0:
             request = self.running[index]
-            count = min(request.num_uncomputed_tokens, self.config.prefill_chunk, draft.budget)
+            count = min(request.num_uncomputed_tokens, chunk, draft.budget)
             blocks = self._blocks_for(request, count) if count > 0 else []
             if blocks is None:
                 self._preempt(self.running.pop(), draft)
@@ -144,8 +144,10 @@ class Scheduler:
     def _blocks_for(self, request: Request, count: int) -> list[int] | None:
         """The blocks that `count` more tokens need, or None when there are too few."""
         needed = -(-(request.num_computed_tokens + count) // self.config.block_size) - len(request.block_ids)
-        blocks = self.pool.allocate(max(needed, 0))
-        if blocks:
+        if needed <= 0:
+            return []
+        blocks = self.pool.allocate(needed)
+        if blocks is not None:
             request.block_ids.extend(blocks)
         return blocks
 
@@ -168,7 +170,6 @@ class Scheduler:
         draft.preempted.add(request.request_id)
         self._free_blocks(request)
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
         self.waiting.appendleft(request)
 

@@ -26,7 +26,6 @@ class RequestSlots:
         self.max_num_requests = max_num_requests
         self.max_model_len = max_model_len
         self.slot_of: dict[str, int] = {}
-        self.request_at: dict[int, str] = {}
         self.free_slots = list(range(max_num_requests))
 
         self.prompt_len_np = np.zeros(max_num_requests, np.int32)
@@ -40,29 +39,14 @@ class RequestSlots:
         lengths = torch.zeros(3, rows, dtype=torch.int32, device=device)
         self.num_computed_tokens_storage = lengths[_NUM_COMPUTED]
         self.total_len_storage = lengths[_TOTAL_LEN]
-        self._lengths = lengths
+        # Views are made once: making one costs as much as a small operation.
+        self.all_token_ids = self.all_token_ids_storage[:-1]  # int32 [R, L]
+        self.last_sampled_tokens = self.last_sampled_storage[:-1]  # int64 [R, 1]
+        self.prefill_len = lengths[_PREFILL_LEN, :-1]  # int32 [R]
+        self.num_computed_tokens = lengths[_NUM_COMPUTED, :-1]  # int32 [R]
+        self.total_len = lengths[_TOTAL_LEN, :-1]  # int32 [R]
         self._staged_ids = StagedWrites(self.all_token_ids_storage, transfer, ops)
         self._staged_lengths = StagedWrites(lengths, transfer, ops)
-
-    @property
-    def all_token_ids(self) -> torch.Tensor:  # int32 [R, L]
-        return self.all_token_ids_storage[:-1]
-
-    @property
-    def last_sampled_tokens(self) -> torch.Tensor:  # int64 [R, 1]
-        return self.last_sampled_storage[:-1]
-
-    @property
-    def prefill_len(self) -> torch.Tensor:  # int32 [R]
-        return self._lengths[_PREFILL_LEN, :-1]
-
-    @property
-    def num_computed_tokens(self) -> torch.Tensor:  # int32 [R]
-        return self._lengths[_NUM_COMPUTED, :-1]
-
-    @property
-    def total_len(self) -> torch.Tensor:  # int32 [R]
-        return self._lengths[_TOTAL_LEN, :-1]
 
     def add(self, request_id: str, token_ids: Sequence[int], prompt_len: int, num_computed_tokens: int = 0) -> int:
         """Give the request a slot. `token_ids` is its prompt, or after a preemption its prompt and output so far."""
@@ -72,7 +56,6 @@ class RequestSlots:
         assert len(token_ids) >= prompt_len
         slot = self.free_slots.pop()
         self.slot_of[request_id] = slot
-        self.request_at[slot] = request_id
         self.prompt_len_np[slot] = prompt_len
         self._staged_ids.stage(slot, 0, token_ids)
         self._set_lengths(slot, prefill_len=len(token_ids), num_computed_tokens=num_computed_tokens)
@@ -85,7 +68,6 @@ class RequestSlots:
     def remove(self, request_id: str) -> int:
         """Free the slot of a finished or preempted request."""
         slot = self.slot_of.pop(request_id)
-        del self.request_at[slot]
         self.free_slots.append(slot)
         return slot
 

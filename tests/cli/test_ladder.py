@@ -9,7 +9,7 @@ from click.testing import Result
 from tests.cli.conftest import refused
 
 
-def test_prints_the_documents_series(rung: Callable[..., Result]) -> None:
+def test_prints_the_series(rung: Callable[..., Result]) -> None:
     assert json.loads(rung("ladder", "--max", 20, "--json").stdout)["sizes"] == [1, 2, 4, 8, 16, 20]
 
 
@@ -17,6 +17,10 @@ def test_waste_is_the_share_of_padded_rows(rung: Callable[..., Result]) -> None:
     report = json.loads(rung("ladder", "--max", 4, "--sizes", "4", "--json").stdout)
     assert report["mean_waste"] == pytest.approx(1 - (1 + 2 + 3 + 4) / 16)
     assert report["worst_waste"] == 3 / 4
+
+
+def test_sizes_alone_are_the_ladder(rung: Callable[..., Result]) -> None:
+    assert json.loads(rung("ladder", "--sizes", "4,1,16", "--json").stdout)["sizes"] == [1, 4, 16]
 
 
 def test_trim_keeps_the_top(rung: Callable[..., Result]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import rung
 from rung.cache import Store
-from rung.compile import driver as driver_module
+from rung.compile.piece_compiler import PieceCompiler
 from rung.counters import Count
 from rung.errors import CacheError
 from tests.compile.cases import Block, Net, Stack, assert_same, run_python
@@ -104,6 +104,15 @@ def test_damaged_plan_is_built_again(text: str, store: Path, eager: Net) -> None
     assert run_once(wrapped(copy.deepcopy(eager)), eager).counters[Count.DYNAMO_TRACES] == 0
 
 
+def test_damaged_piece_manifest_is_built_again(store: Path, eager: Net) -> None:
+    shutil.rmtree(store / "plans")
+    next((store / "pieces").iterdir()).write_text("{}")
+    module = wrapped(copy.deepcopy(eager))
+    with pytest.warns(RuntimeWarning, match="manifest has no 'blob'"):
+        run_once(module, eager)
+    assert module.rung.counters[Count.INDUCTOR_COMPILES] == 1
+
+
 def test_store_that_cannot_be_written_warns_and_the_run_is_right(monkeypatch: pytest.MonkeyPatch, eager: Net) -> None:
     def refuse(*_: object) -> None:
         raise CacheError("the artifact store at /full cannot be written: No space left on device", hint="free space")
@@ -116,8 +125,8 @@ def test_store_that_cannot_be_written_warns_and_the_run_is_right(monkeypatch: py
 
 @pytest.mark.parametrize("factor", ["torch", "python", "device", "passes"])
 def test_another_toolchain_is_a_miss(factor: str, store: Path, eager: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = driver_module.Driver._code_factors
-    monkeypatch.setattr(driver_module.Driver, "_code_factors", lambda self, device: {**original(self, device), factor: "other"})
+    original = PieceCompiler.code_factors
+    monkeypatch.setattr(PieceCompiler, "code_factors", lambda self, device: {**original(self, device), factor: "other"})
     assert run_once(wrapped(copy.deepcopy(eager)), eager).counters[Count.PLAN_MISSES] == 1
 
 

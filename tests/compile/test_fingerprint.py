@@ -81,3 +81,7 @@ def test_number_of_the_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     two = of()
     monkeypatch.setattr(Net, "factor", 3.0)
     assert of() != two
+
+
+def test_submodule_called_tied_counts() -> None:
+    assert of(lambda net: setattr(net, "tied", nn.Linear(2, 2))) != of(lambda net: setattr(net, "tied", nn.ReLU()))

@@ -35,12 +35,6 @@ def test_two_dynamic_dimensions_are_padded_on_all_sides() -> None:
     assert x.write(torch.zeros(1, 2, dtype=torch.int64), {"batch": 2, "frames": 3}).tolist() == [[0, 0, 9], [9, 9, 9]]
 
 
-def test_pad_tail_leaves_real_rows_alone() -> None:
-    x = buffer(pad=5)
-    x.view({"tokens": 4}).fill_(1)
-    assert x.pad_tail({"tokens": 2}, {"tokens": 4})[:, 0].tolist() == [1, 1, 5, 5]
-
-
 @pytest.mark.parametrize(
     "tensor",
     [torch.ones(5, 2), torch.ones(3, 1), torch.ones(3, 2, dtype=torch.float64), torch.ones(3)],

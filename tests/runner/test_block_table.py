@@ -6,20 +6,20 @@ import torch
 from rung.counters import Counters
 from rung.errors import BlockTableError
 from rung.runner.block_table import BlockTable
-from rung.runner.ops import TorchStepOps
+from rung.runner.ops import StepOps, TorchStepOps
 from rung.runner.transfer import HostToDevice
 
 
-def make_table(rows: int = 4, blocks: int = 3, tokens: int = 8) -> BlockTable:
-    return BlockTable(rows, blocks, tokens, 4, HostToDevice(torch.device("cpu"), Counters()), TorchStepOps())
+def make_table(ops: StepOps | None = None, rows: int = 4, blocks: int = 3, tokens: int = 8) -> BlockTable:
+    return BlockTable(rows, blocks, tokens, 4, HostToDevice(torch.device("cpu"), Counters()), ops or TorchStepOps())
 
 
 def mapping(*slots: int) -> torch.Tensor:
     return torch.tensor([*slots] + [-1] * (4 - len(slots)))
 
 
-def test_blocks_are_appended_or_replaced() -> None:
-    table = make_table()
+def test_blocks_are_appended_or_replaced(step_ops: StepOps) -> None:
+    table = make_table(step_ops)
     table.write(2, (5, 6), replace=True)
     table.write(2, (7,), replace=False)
     table.apply_staged_writes()
@@ -29,8 +29,8 @@ def test_blocks_are_appended_or_replaced() -> None:
     assert table.gather(mapping(2), 1).tolist() == [[9, 0, 0]]  # nothing of the former owner
 
 
-def test_padded_and_stale_rows_are_zero() -> None:
-    table = make_table()
+def test_padded_and_stale_rows_are_zero(step_ops: StepOps) -> None:
+    table = make_table(step_ops)
     for slot in range(4):
         table.write(slot, (slot + 1,), replace=True)
     table.apply_staged_writes()
@@ -39,8 +39,8 @@ def test_padded_and_stale_rows_are_zero() -> None:
     assert table.batch.tolist() == [[4, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
 
 
-def test_the_whole_mapping_behind_the_tokens_is_minus_one() -> None:
-    table = make_table()
+def test_the_whole_mapping_behind_the_tokens_is_minus_one(step_ops: StepOps) -> None:
+    table = make_table(step_ops)
     table.write(1, (2, 3), replace=True)
     table.apply_staged_writes()
     table.slot_mapping.fill_(77)

@@ -161,7 +161,6 @@ def test_tv5_a_mixed_batch_runs_piecewise_304_and_three_decodes_run_full_4() -> 
     dispatcher = Dispatcher(plan_descriptors(Ladder.for_requests(1024), ConfiguredMode.FULL_AND_PIECEWISE, max_num_requests=1024))
     mixed = dummy_batch(np.array([1, 1, 298], np.int32))
     shape = batch_shape(mixed)
-    assert [(d.mode, d.num_tokens) for d in dispatcher.candidates(shape)] == [(GraphMode.FULL, 304), (GraphMode.PIECEWISE, 304)]
     chosen = dispatcher.dispatch(shape).descriptor
     assert (chosen.mode, chosen.num_tokens, chosen.num_requests) == (GraphMode.PIECEWISE, 304, None)
     decodes = dispatcher.dispatch(batch_shape(dummy_batch(np.array([1, 1, 1], np.int32), decode=True))).descriptor

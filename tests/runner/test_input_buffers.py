@@ -13,7 +13,7 @@ from rung.runner.block_table import BlockTable
 from rung.runner.forward import Dispatch
 from rung.runner.inputs import InputBuffers, InputBuilder
 from rung.runner.metadata import build_metadata
-from rung.runner.ops import TorchStepOps
+from rung.runner.ops import StepOps, TorchStepOps
 from rung.runner.slots import RequestSlots
 from rung.runner.transfer import HostToDevice
 
@@ -21,8 +21,10 @@ from rung.runner.transfer import HostToDevice
 class Step:
     """Slots, table and buffers of a runner without its model."""
 
-    def __init__(self, rows: int = 1024, max_tokens: int = 512, length: int = 1024, max_blocks: int = 64) -> None:
-        transfer, ops = HostToDevice(torch.device("cpu"), Counters()), TorchStepOps()
+    def __init__(
+        self, ops: StepOps | None = None, rows: int = 1024, max_tokens: int = 512, length: int = 1024, max_blocks: int = 64
+    ) -> None:
+        transfer, ops = HostToDevice(torch.device("cpu"), Counters()), ops or TorchStepOps()
         self.ops = ops
         self.slots = RequestSlots(rows, length, transfer, ops)
         self.table = BlockTable(rows, max_blocks, max_tokens, 16, transfer, ops)
@@ -75,8 +77,8 @@ def in_order(step: Step, scheduled: dict[str, int]) -> Batch:
     )
 
 
-def test_tv1_flat_batch() -> None:
-    step = Step()
+def test_tv1_flat_batch(step_ops: StepOps) -> None:
+    step = Step(step_ops)
     step.add("A", 0, 5, [7])
     step.add("B", 37, 38, [2, 9, 4])
     step.add("C", 32, 35, [11, 12, 3])
@@ -90,8 +92,8 @@ def test_tv1_flat_batch() -> None:
     assert step.logits_indices(batch) == [4, 5, 8]
 
 
-def test_tv3_lengths_and_who_is_sampled() -> None:
-    step = Step()
+def test_tv3_lengths_and_who_is_sampled(step_ops: StepOps) -> None:
+    step = Step(step_ops)
     for name, done, total, blocks in (("a", 100, 102, 7), ("b", 0, 600, 38), ("c", 40, 60, 4)):
         step.add(name, done, total, list(range(1, blocks + 1)))
     batch = in_order(step, {"a": 2, "b": 5, "c": 3})
@@ -108,16 +110,16 @@ def test_tv3_lengths_and_who_is_sampled() -> None:
     assert sampled.tolist() == [1, 0, 0]  # only `a` reaches the end of its known tokens
 
 
-def tv4() -> Step:
-    step = Step()
+def tv4(ops: StepOps | None = None) -> Step:
+    step = Step(ops)
     add_decoding(step, "R1", 40, [7, 8, 9], 501)
     add_decoding(step, "R2", 17, [3, 5], 502)
     step.add("R3", 0, 6, [11])
     return step
 
 
-def test_tv4_mixed_step() -> None:
-    step = tv4()
+def test_tv4_mixed_step(step_ops: StepOps) -> None:
+    step = tv4(step_ops)
     batch = step.prepare({"R3": 6, "R1": 1, "R2": 1}, padded=16)
     buffers = step.buffers
     assert batch.request_ids == ("R1", "R2", "R3")
@@ -141,16 +143,16 @@ def test_tv4_types() -> None:
     assert (buffers.query_start_loc.dtype, buffers.seq_lens.dtype, buffers.idx_mapping.dtype) == (torch.int32, torch.int32, torch.int64)
 
 
-def test_tv4_only_two_arrays_are_copied() -> None:
-    step = tv4()
+def test_tv4_only_two_arrays_are_copied(step_ops: StepOps) -> None:
+    step = tv4(step_ops)
     counters = step.builder._transfer.counters
     before = counters["host_to_device_copies"]
     step.prepare({"R3": 6, "R1": 1, "R2": 1})
     assert counters["host_to_device_copies"] - before == 2
 
 
-def test_tv4_after_the_step() -> None:
-    step = tv4()
+def test_tv4_after_the_step(step_ops: StepOps) -> None:
+    step = tv4(step_ops)
     batch = step.prepare({"R3": 6, "R1": 1, "R2": 1})
     sampled = torch.tensor([11, 22, 33])
     step.ops.advance(step.slots, step.buffers.idx_mapping, step.buffers.query_start_loc, sampled, torch.ones(3, dtype=torch.int32))
@@ -162,8 +164,8 @@ def test_tv4_after_the_step() -> None:
     assert not slots.num_computed_tokens[:1021].any()
 
 
-def test_tv4_next_step_is_a_uniform_decode() -> None:
-    step = tv4()
+def test_tv4_next_step_is_a_uniform_decode(step_ops: StepOps) -> None:
+    step = tv4(step_ops)
     step.prepare({"R3": 6, "R1": 1, "R2": 1})
     sampled = torch.tensor([11, 22, 33])
     step.ops.advance(step.slots, step.buffers.idx_mapping, step.buffers.query_start_loc, sampled, torch.ones(3, dtype=torch.int32))
@@ -196,8 +198,8 @@ def test_one_token_over_a_context_is_a_decode_and_a_first_token_is_not() -> None
     assert gather_batch({"tail": 1, "first": 1}, step.slots).uniform_query_len is None
 
 
-def test_tv5_tour() -> None:
-    step = Step()
+def test_tv5_tour(step_ops: StepOps) -> None:
+    step = Step(step_ops)
     add_decoding(step, "R1", 540, list(range(100, 134)), 31)
     add_decoding(step, "R2", 129, list(range(200, 209)), 32)
     step.add("R3", 0, 298, list(range(300, 319)))
@@ -235,8 +237,8 @@ def test_addresses_are_fixed() -> None:
     assert [getattr(step.buffers, name).data_ptr() for name in names] == before
 
 
-def test_a_dummy_batch_writes_no_slot_and_reads_no_table() -> None:
-    step = tv4()
+def test_a_dummy_batch_writes_no_slot_and_reads_no_table(step_ops: StepOps) -> None:
+    step = tv4(step_ops)
     step.prepare({"R3": 6, "R1": 1, "R2": 1})
     step.table.gather(step.buffers.idx_mapping, 3)
     batch = dummy_batch(np.array([1, 1, 1, 1], np.int32), decode=True)

@@ -195,3 +195,7 @@ def test_a_byte_budget_is_divided_by_the_bytes_of_a_block() -> None:
 
 def test_free_memory_is_not_taken_beyond_what_all_slots_could_use() -> None:
     assert make_runner(num_blocks=None, memory_fraction=0.5).num_blocks == 8 * 8 + 1
+
+
+def test_the_runner_says_which_step_operations_it_has() -> None:
+    assert make_runner().ops.name == "torch"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rung.errors import ConfigError, InternalError, RequestError
@@ -155,7 +157,9 @@ def test_the_null_block_is_never_given_out() -> None:
         pool.free([2])
 
 
-@pytest.mark.parametrize("bad", [{"max_num_requests": 0}, {"max_num_tokens": 2}, {"block_size": 0}, {"max_model_len": 1}])
-def test_bad_sizes_are_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    "bad", [{"max_num_requests": 0}, {"max_num_tokens": 2}, {"block_size": 0}, {"max_model_len": 1}, {"graphs": "all"}]
+)
+def test_bad_settings_are_refused_with_a_hint(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(bad))}.*\n?hint: "):
         make(**bad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -20,6 +20,8 @@ class StepOps(ABC):
     * R: request slots, L: maximum length of a request, T: rows of the input buffers, B: maximum blocks of a request.
       `idx_mapping` is int64 [R], the slot of each batch row, -1 for padding; `query_start_loc` is int32 [R + 1], non-decreasing.
     """
+
+    name: ClassVar[str]
 
     @abstractmethod
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:

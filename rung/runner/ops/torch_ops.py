@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 class TorchStepOps(StepOps):
     """Vectorised over rows; each row finds its request by a search in `query_start_loc`."""
+
+    name: ClassVar[str] = "torch"
 
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
         target.view(-1).index_copy_(0, index, values)

@@ -1,0 +1,121 @@
+"""One unique piece through Inductor, or out of the store."""
+
+from __future__ import annotations
+
+import copy
+import platform
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rung import torch_compat
+from rung.cache import Store, key_of
+from rung.compile.dump import Dump
+from rung.compile.pieces import Piece, refuse_aliased_writes
+from rung.compile.report import CompileReport
+from rung.compile.trace import TracedGraph
+from rung.config import CompileConfig
+from rung.counters import Count, Counters
+from rung.errors import ArtifactError, CacheError, CompileError
+from rung.passes import PassManager
+
+SETTINGS = {
+    # kernels choose among their few configurations at the first call, before any capture; compiling must not run them
+    "triton.autotune_at_compile_time": False,
+    # the entry checks arguments once a call; pieces need not check again
+    "size_asserts": False,
+    "scalar_asserts": False,
+}
+
+
+class PieceCompiler:
+    """Compiles pieces with one configuration; artifacts come from and go to one store."""
+
+    def __init__(self, config: CompileConfig, store: Store, counters: Counters) -> None:
+        self.config = config
+        self.store = store
+        self.counters = counters
+        self.passes = PassManager()
+
+    def code_factors(self, device: torch.device) -> dict[str, Any]:
+        """What changes the code of a piece besides the piece itself."""
+        return {
+            "passes": self.passes.uuid(),
+            "inductor": {**SETTINGS, **{key: repr(value) for key, value in self.config.inductor.items()}},
+            "python": ".".join(platform.python_version_tuple()[:2]),
+            **torch_compat.toolchain_factors(),
+            **torch_compat.device_factors(device),
+        }
+
+    def blob(
+        self, index: int, piece: Piece, traced: TracedGraph, code: Mapping[str, Any], report: CompileReport, dump: Dump
+    ) -> tuple[str, bytes]:
+        """(digest, artifact) of a unique piece; `code` are the factors that change code. Raises `CompileError` when Inductor cannot."""
+        factors = {"piece": piece.key, "bounds": sorted(str(bound) for bound in traced.bounds.values()), **code}
+        key = key_of(factors)
+        try:
+            manifest = self.store.get_manifest("pieces", key)
+            if manifest is not None:
+                blob = self.store.get_blob(manifest["blob"])
+                report.passes.append(manifest["passes"])
+                return manifest["blob"], blob
+        except (ArtifactError, KeyError) as error:
+            why = error.message if isinstance(error, ArtifactError) else f"its manifest has no {error}"
+            warnings.warn(f"a stored piece could not be used and is built again: {why}", RuntimeWarning, stacklevel=2)
+        dump.piece(index, piece)
+        refuse_aliased_writes(piece)
+        passes = PassManager(self.passes.passes)
+        compiled = self._compile(piece, traced, passes, index)
+        report.passes.append(passes.report)
+        digest = self.save(lambda: self.store.put_blob(compiled))
+        if digest is None:
+            return f"unsaved-{index}", compiled
+        self.save(lambda: self.store.put_manifest("pieces", key, {"factors": factors, "blob": digest, "passes": passes.report}))
+        return digest, compiled
+
+    def _compile(self, piece: Piece, traced: TracedGraph, passes: PassManager, index: int) -> bytes:
+        """Compile with hinted sizes, which fuse; without hints when that code would not serve every size."""
+        try:
+            with torch_compat.quiet_compiler():
+                artifact, restrictions = self._inductor(piece, traced, passes, hinted=True)
+                if restrictions:
+                    self.counters.add(Count.UNHINTED_COMPILES)
+                    artifact, _ = self._inductor(piece, traced, passes, hinted=False)
+                return torch_compat.serialize_artifact(artifact)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0][:300]
+            raise CompileError(
+                f"Inductor could not compile piece {index}: {type(error).__name__}: {reason}",
+                hint="RUNG_DUMP=<folder> writes the piece; TORCH_LOGS=+inductor tells more",
+            ) from error
+
+    def _inductor(self, piece: Piece, traced: TracedGraph, passes: PassManager, *, hinted: bool) -> tuple[Any, list[str]]:
+        """An artifact, and what Inductor assumed about the sizes from 2 on."""
+        fresh = torch_compat.FreshSymbols(hinted=hinted)
+        inputs = []
+        for node in piece.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                value = node.meta["example_value"]
+                for symbol in sorted(torch_compat.free_symbols(value), key=str):
+                    fresh.symbol(str(symbol), high=traced.bounds.get(traced.symbols.get(str(symbol), "")))
+                inputs.append(fresh.tensor(value) if isinstance(value, torch.Tensor) else fresh.integer(value))
+        # ranges and hints are not in Inductor's own key
+        tag = repr((hinted, sorted(map(str, traced.bounds.values()))))
+        module = copy.deepcopy(piece.graph_module)
+        fresh.propagate(module, inputs)
+        options = {**SETTINGS, **self.config.inductor, **passes.inductor_options(tag)}
+        artifact = torch_compat.compile_piece(module, fresh, inputs, options)
+        self.counters.add(Count.INDUCTOR_COMPILES)
+        return artifact, fresh.restrictions()
+
+    def save(self, write: Callable[[], Any]) -> Any:
+        """A store that cannot be written costs the next start, never this run."""
+        try:
+            result = write()
+        except CacheError as error:
+            warnings.warn(error.message, RuntimeWarning, stacklevel=2)
+            return None
+        self.counters.add(Count.ARTIFACT_WRITES)
+        return result

@@ -1,0 +1,97 @@
+"""Every private torch API that rung stands on, one small function each, resolved when first used.
+
+Checked on torch 2.11.0, 2.13.0 and 2.14.1 unless a function says otherwise. `PROBES` names what must exist and `missing_apis` reports
+what does not.
+"""
+
+from __future__ import annotations
+
+from rung.torch_compat.capture import (
+    Capture,
+    NoTensorOpsError,
+    capture_graph,
+    is_capture_error,
+    is_size_decision,
+    mark_unbacked,
+    node_location,
+    readable,
+    where_fixed,
+)
+from rung.torch_compat.compiler import compile_lock, quiet_compiler
+from rung.torch_compat.dispatch import (
+    OpOverload,
+    TorchDispatchMode,
+    call_cpu_kernel,
+    end_allocation_to_pool,
+    generator_key,
+    is_python_op,
+    map_tensors,
+    single_overload,
+    storage_identity,
+    storage_use_count,
+    tree_leaves,
+)
+from rung.torch_compat.fresh_symbols import FreshSymbols
+from rung.torch_compat.inductor import artifact_source, compile_piece, deserialize_artifact, raw_callable, serialize_artifact
+from rung.torch_compat.keys import device_factors, toolchain_factors
+from rung.torch_compat.passes import PASS_OPTION, graph_pass, trace_body
+from rung.torch_compat.probes import PROBES, missing_apis
+from rung.torch_compat.sizes import (
+    bounding_constant,
+    evaluate_size,
+    free_symbols,
+    is_sym_int_node,
+    resolved_symbol,
+    symbol_of,
+    unproved_relations,
+    upper_bound,
+)
+from rung.torch_compat.user_code import is_user_file, place
+
+__all__ = [
+    "Capture",
+    "FreshSymbols",
+    "NoTensorOpsError",
+    "OpOverload",
+    "PASS_OPTION",
+    "PROBES",
+    "TorchDispatchMode",
+    "artifact_source",
+    "bounding_constant",
+    "call_cpu_kernel",
+    "capture_graph",
+    "compile_lock",
+    "compile_piece",
+    "deserialize_artifact",
+    "device_factors",
+    "end_allocation_to_pool",
+    "evaluate_size",
+    "free_symbols",
+    "generator_key",
+    "graph_pass",
+    "is_capture_error",
+    "is_python_op",
+    "is_size_decision",
+    "is_user_file",
+    "place",
+    "is_sym_int_node",
+    "map_tensors",
+    "mark_unbacked",
+    "missing_apis",
+    "node_location",
+    "quiet_compiler",
+    "raw_callable",
+    "readable",
+    "resolved_symbol",
+    "serialize_artifact",
+    "single_overload",
+    "storage_identity",
+    "storage_use_count",
+    "symbol_of",
+    "toolchain_factors",
+    "trace_body",
+    "tree_leaves",
+    "unproved_relations",
+    "upper_bound",
+    "where_fixed",
+]

@@ -1,0 +1,62 @@
+"""Ops, trees and storages below the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree  # public only as torch.utils._pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # there is no public name
+
+OpOverload = torch._ops.OpOverload  # one overload of a registered op
+
+
+def single_overload(target: Any) -> Any:
+    """The overload behind an op packet that has only one; anything else as it is."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        names = target.overloads()
+        return getattr(target, names[0]) if len(names) == 1 else target
+    return target
+
+
+def is_python_op(function: Any) -> bool:
+    """Whether an OpOverload was defined from Python, so that its kernels are Python too."""
+    return bool(getattr(function, "_defined_in_python", False))
+
+
+def call_cpu_kernel(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Call the CPU kernel of an OpOverload below the Python dispatch key: a dispatch mode then sees what the kernel calls, not the op."""
+    return function.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments, **keywords)
+
+
+def tree_leaves(values: Any) -> list[Any]:
+    """The leaves of nested tuples, lists and dicts."""
+    return list(pytree.tree_leaves(values))
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Apply `function` to every tensor of nested tuples, lists and dicts."""
+    return pytree.tree_map_only(torch.Tensor, function, values)
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Equal for tensors (fake ones too) that share a storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors share the storage of `tensor`, itself included. Can go when torch shows publicly that memory is free."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # one reference is `storage` itself
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """Tells generators apart: a dispatch mode is given a new Python object for the same one. Can go when they compare equal."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def end_allocation_to_pool(device: torch.device, handle: tuple[int, int]) -> None:
+    """Take the caching allocator out of capture mode after a capture that could not be ended: until then it refuses `empty_cache` and
+    retries after running out of memory (pytorch/pytorch#190308). Raises when the failed end has done it already."""
+    torch._C._cuda_endAllocateToPool(device.index or 0, handle)

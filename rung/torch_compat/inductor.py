@@ -1,0 +1,85 @@
+"""Inductor's standalone compile and what lies inside its artifacts."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from rung.torch_compat.compiler import compile_lock
+from rung.torch_compat.fresh_symbols import FreshSymbols
+
+
+def compile_piece(graph_module: fx.GraphModule, fresh: FreshSymbols, inputs: Sequence[Any], config: dict[str, Any]) -> Any:
+    """Compile one piece with Inductor into an artifact that can be serialised. Takes ownership of `graph_module`.
+
+    Inductor's configuration is patched around this call alone; 2.11 patches are process-wide, hence the lock."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import standalone_compile
+    from torch.fx.experimental import _config
+
+    shapes_config: Any = _config  # its `patch` is installed at run time
+
+    with compile_lock, torch.no_grad(), tracing(TracingContext(fresh.mode)), shapes_config.patch(backed_size_oblivious=True):
+        return standalone_compile(
+            graph_module, list(inputs), dynamic_shapes="from_tracing_context", options={"config_patches": config}, aot=True
+        )
+
+
+def serialize_artifact(artifact: Any) -> bytes:
+    import torch._functorch.config as functorch_config
+
+    with compile_lock, functorch_config.patch("bundled_autograd_cache", True):
+        return bytes(artifact.serialize())
+
+
+def deserialize_artifact(blob: bytes) -> Any:
+    """Load a serialised artifact. This unpickles: the caller has verified the bytes. One thread at a time: 2.11 patches process-wide."""
+    from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+    with compile_lock:
+        return AOTCompiledArtifact.deserialize(blob)
+
+
+def raw_callable(artifact: Any) -> Callable[[list[Any]], Any] | None:
+    """Inductor's own entry of an artifact, below AOTAutograd's runtime wrapper: takes a list (which it clears), returns a sequence.
+
+    Found by a walk over closures. None when the walk finds nothing: the caller then calls the artifact itself."""
+    graph = _compiled_graph(artifact)
+    return None if graph is None else graph.current_callable
+
+
+def artifact_source(artifact: Any) -> str:
+    """The source that Inductor generated, or an empty text."""
+    graph = _compiled_graph(artifact)
+    return str(getattr(graph, "source_code", "") or "")
+
+
+def _compiled_graph(artifact: Any) -> Any | None:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    stack: list[Any] = [getattr(artifact, "_compiled_fn", None) or artifact.inner_fn]
+    seen: set[int] = set()
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, CompiledFxGraph):
+            return item
+        if isinstance(item, types.FunctionType):
+            for cell in item.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty cell (2.11)
+                    stack.append(cell.cell_contents)
+            stack.append(getattr(item, "__wrapped__", None))
+        elif isinstance(item, types.MethodType):
+            stack += [item.__self__, item.__func__]
+        elif isinstance(item, list | tuple):
+            stack += item
+        elif hasattr(item, "__dict__") and type(item).__module__.startswith("torch."):
+            stack += vars(item).values()
+    return None

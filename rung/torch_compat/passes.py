@@ -1,0 +1,37 @@
+"""The one seam of Inductor that graph passes enter by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+PASS_OPTION = "post_grad_custom_pre_pass"  # fusions must run before Inductor turns mm + add into addmm
+
+
+def graph_pass(function: Callable[[fx.Graph], None], uuid: bytes) -> Any:
+    """Wrap `function` as the one custom pass that Inductor runs before its own post-grad passes. `uuid` enters Inductor's cache keys."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            function(graph)
+
+        def uuid(self) -> bytes:
+            return uuid
+
+    return Pass()
+
+
+def trace_body(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
+    """Trace `function` over fake `values` into ATen nodes, decomposed as Inductor would."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = next(v.fake_mode for v in values if hasattr(v, "fake_mode"))
+    with mode, torch.no_grad():
+        traced: fx.GraphModule = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*values)
+    traced.graph.eliminate_dead_code()
+    return traced

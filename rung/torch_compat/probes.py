@@ -1,0 +1,39 @@
+"""What must exist in torch for this package to work."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+PROBES = (
+    "torch._dynamo.convert_frame.fullgraph_capture",
+    "torch._dynamo.utils.get_metrics_context",
+    "torch._dynamo.utils.dynamo_timed",
+    "torch._dynamo.decorators.mark_unbacked",
+    "torch._dynamo.exc.TorchDynamoException",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+    "torch.fx.experimental.symbolic_shapes._constrain_range_for_size",
+    "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
+    "torch.fx.experimental.proxy_tensor.make_fx",
+    "torch._guards.tracing",
+    "torch._inductor.standalone_compile",
+    "torch._inductor.standalone_compile.AOTCompiledArtifact",
+    "torch._inductor.output_code.CompiledFxGraph",
+    "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "torch._inductor.decomposition.select_decomp_table",
+    "torch._inductor.codecache.torch_key",
+    "torch._inductor.config.save_config_portable",
+)
+
+
+def missing_apis() -> list[str]:
+    """The probed names that this torch does not have."""
+    return [name for name in PROBES if not _exists(name)]
+
+
+def _exists(name: str) -> bool:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return hasattr(import_module(module), attribute)
+    except ImportError:
+        return False

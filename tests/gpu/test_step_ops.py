@@ -1,0 +1,66 @@
+"""The Triton step operations on CUDA, against the torch twin on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rung.runner.ops import TritonStepOps, default_ops
+from tests.runner.step_worlds import LARGE, SMALL, TINY, RandomBatch, Sizes, World, differences, torch_world
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+SIZES = pytest.mark.parametrize("sizes", [SMALL, TINY, LARGE], ids=["small", "tiny", "large"])
+
+
+@SIZES
+def test_random_batches_equal_the_torch_twin(sizes: Sizes) -> None:
+    rng = np.random.default_rng(sizes.slots)
+    world, oracle = World(TritonStepOps(), sizes, "cuda"), torch_world(sizes)
+    for number in range(200):
+        assert differences(world, oracle, RandomBatch.draw(rng, sizes)) == [], f"batch {number}"
+
+
+@SIZES
+def test_a_captured_step_serves_other_batches(sizes: Sizes) -> None:
+    """Lengths are read on the device: one capture at the full extents, replayed with batches of every kind."""
+    rng = np.random.default_rng(1)
+    world, oracle = World(TritonStepOps(), sizes, "cuda"), torch_world(sizes)
+    world.load(RandomBatch.draw(rng, sizes))
+    world.step(sizes.rows, sizes.slots)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        world.step(sizes.rows, sizes.slots)
+    for number in range(50):
+        batch = RandomBatch.draw(rng, sizes)
+        world.load(batch)
+        graph.replay()
+        oracle.load(batch)
+        oracle.step(sizes.rows, sizes.slots)
+        assert world.differences(oracle) == [], f"batch {number}"
+
+
+def test_nothing_compiles_or_waits_when_counts_change() -> None:
+    from triton import knobs
+
+    compiled: list[str] = []
+    rng = np.random.default_rng(2)
+    world = World(TritonStepOps(), SMALL, "cuda")
+    world.load(RandomBatch.draw(rng, SMALL))
+    world.step(SMALL.rows, SMALL.slots)
+    with knobs.runtime.scope():
+        knobs.runtime.jit_post_compile_hook = lambda **details: compiled.append(details["repr"])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for rows, requests in ((1, 1), (2, 1), (16, 2), (17, 3), (128, 12), (150, 13)):
+                world.step(rows, requests)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert compiled == []
+
+
+def test_cuda_gets_the_triton_operations() -> None:
+    ops, why = default_ops(torch.device("cuda"))
+    assert isinstance(ops, TritonStepOps)
+    assert why == "triton"

@@ -32,7 +32,9 @@ class Handle(RuntimeState):
         return self._entry.counters
 
     def report(self) -> list[dict[str, Any]]:
-        """One dict a trace: where it came from and why, seconds by phase, pieces, unique pieces, what the passes did."""
+        """One dict a trace: where it came from and why, seconds by phase, pieces, unique pieces, what the passes did.
+
+        `rows` says for each padded dimension None when its rows are proved independent, else what prevents the proof."""
         return [
             {
                 "plan_key": variant.report.plan_key,
@@ -43,6 +45,7 @@ class Handle(RuntimeState):
                 "unique_pieces": variant.report.unique_pieces,
                 "steps": [step.name for step in variant.compiled.steps],
                 "bounds": dict(variant.compiled.plan.bounds),
+                "rows": {name: verdict and str(verdict) for name, verdict in variant.compiled.plan.rows.items()},
                 "passes": variant.report.passes,
             }
             for variant in self._entry.variants.values()
@@ -57,9 +60,9 @@ class Handle(RuntimeState):
             lines.append(f"{item['source']}{why}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
         return "\n".join(lines) or "nothing was compiled yet: call the module once"
 
-    def capture(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> None:
-        """Capture graphs for `sizes` of the dynamic dimension now, instead of at the first call of each. The arguments are those of a call,
-        with valid values; their rows are repeated."""
+    def capture(self, sizes: Sequence[int | Mapping[str, int]], *args: Any, **kwargs: Any) -> None:
+        """Capture graphs for `sizes` of the dynamic dimension now (of each by name when there are several), instead of at the first call of
+        each. The arguments are those of a call, with valid values; their rows are repeated."""
         variant, inputs = self._entry.prepare_call(*args, **kwargs)
         capture = getattr(variant.run, "capture", None)
         if capture is None:

@@ -54,7 +54,9 @@ class CompileConfig:
     method: str = "forward"
     graphs: str = "none"  # one of GRAPH_MODES
     pad: tuple[str, ...] = ()  # names of the dimensions that may be padded to a capture size
-    capture_sizes: tuple[int, ...] | None = None  # None: the default ladder up to `maximum`, at most 512
+    pad_unproved: bool = False  # pad dimensions whose rows nothing mixes in a test run, though some operation has no rule
+    row_wise_ops: tuple[str, ...] = ()  # custom ops ("namespace::name") whose row i depends on row i of their arguments alone
+    capture_sizes: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = None  # by dimension if several; None: to `maximum` or 512
     outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
     max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
@@ -70,6 +72,10 @@ class CompileConfig:
             raise ConfigError("pad has no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
         names = {name for dims in (self.dynamic or {}).values() for name in dims.values()}
         unknown = [name for name in self.pad if self.dynamic is not None and name not in names]
+        if isinstance(self.capture_sizes, Mapping):
+            other = [name for name in self.capture_sizes if self.dynamic is not None and name not in names]
+            if other:
+                raise ConfigError(f"capture_sizes names {other[0]!r}, which is no dynamic dimension", hint=f"dynamic names {sorted(names)}")
         if unknown:
             raise ConfigError(f"pad names {unknown[0]!r}, which is no dynamic dimension", hint=f"dynamic names {sorted(names)}")
 

@@ -29,6 +29,8 @@ class Count(StrEnum):
     EAGER_CALLS = "eager_calls"
     CAPTURES = "captures"
     REPLAYS = "replays"
+    PADDING_CHECKS = "padding_checks"  # runs that compared exact with padded sizes
+    UNPROVED_PADDING = "unproved_padding"  # dimensions that are padded because such a run agreed, without a proof
     HOST_TO_DEVICE_COPIES = "host_to_device_copies"
 
 

@@ -27,6 +27,7 @@ from rung.compile.paths import Path
 from rung.compile.piece_compiler import PieceCompiler
 from rung.compile.plan import CompilePlan, TensorSpec
 from rung.compile.report import CompileReport
+from rung.compile.rows import Verdicts, output_dims, prove_rows
 from rung.compile.selfcheck import check_piece
 from rung.compile.sources import current_digest, type_refs
 from rung.compile.trace import DynamicDims, TracedGraph, self_name, trace
@@ -92,6 +93,8 @@ class Driver:
             "dynamic": {name: {str(dim): symbol for dim, symbol in d.items()} for name, d in dims.items()},
             "maximum": self.config.maximum,
             "split_ops": sorted(self.config.split_ops),
+            "pad": sorted(self.config.pad),
+            "row_wise_ops": sorted(self.config.row_wise_ops),
             "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
             "constants": [[path.expression(), f"{type(value).__name__} {value!r}"] for path, value in constants],
             **self.pieces.code_factors(_device(tensors, owner)),
@@ -149,6 +152,8 @@ class Driver:
             traced = trace(function, locals_, dims, maximum=self.config.maximum)
             self.counters.add(Count.DYNAMO_TRACES)
         dump.traced(traced)
+        rows = self._prove(traced, report)
+        dims_out = output_dims(traced.graph_module, traced.symbols)
         with report.clock("split"):
             graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         device = _device(tensors, getattr(function, "__self__", None))
@@ -165,12 +170,22 @@ class Driver:
             sources=(*traced.sources, *type_refs(traced.template)),
             written=graph.written,
             reads=traced.reads,
+            rows=rows,
+            output_dims=dims_out,
         )
         if keep:
             with report.clock("save"):
                 self.pieces.save(lambda: self.store.put_manifest("plans", report.plan_key, {"factors": factors, "plan": plan.to_json()}))
         self._check(graph, plan, blobs, _owner(function))
         return plan, blobs
+
+    def _prove(self, traced: TracedGraph, report: CompileReport) -> Verdicts:
+        """Whether the rows of the dimensions to be padded are independent."""
+        names = [traced.unified.get(name, name) for name in self.config.pad]
+        if not names:
+            return {}
+        with report.clock("rows"):
+            return prove_rows(traced.graph_module, traced.symbols, traced.bounds, names, self.config.row_wise_ops)
 
     def compile_traced(self, traced: TracedGraph) -> CompiledFunction:
         """Compile a graph whose guards somebody else keeps; pieces come from and go to the store, the plan does not."""

@@ -7,14 +7,15 @@ holds no path and nothing of the machine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rung.compile.paths import Path
+from rung.compile.rows.state import Verdict
 from rung.compile.sources import SourceRef
 from rung.compile.template import Template
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class CompilePlan:
     sources: tuple[SourceRef, ...]
     written: tuple[int, ...] = ()  # value numbers of the graph's inputs that are updated in place
     reads: tuple[str, ...] = ()  # names that the traced functions mention: which attributes the trace may depend on
+    rows: Mapping[str, Verdict | None] = field(default_factory=dict)  # dimension to be padded -> None when its rows are independent
+    output_dims: tuple[Mapping[int, str], ...] = ()  # for each flat output the names of its dynamic dimensions
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -85,6 +88,8 @@ class CompilePlan:
             "sources": [ref.to_json() for ref in self.sources],
             "written": list(self.written),
             "reads": list(self.reads),
+            "rows": {name: verdict and verdict.to_json() for name, verdict in self.rows.items()},
+            "output_dims": [[[dim, name] for dim, name in dims.items()] for dims in self.output_dims],
         }
 
     @staticmethod
@@ -101,6 +106,8 @@ class CompilePlan:
             sources=tuple(SourceRef(*item) for item in data["sources"]),
             written=tuple(data["written"]),
             reads=tuple(data["reads"]),
+            rows={name: verdict and Verdict.from_json(verdict) for name, verdict in data["rows"].items()},
+            output_dims=tuple(dict(dims) for dims in data["output_dims"]),
         )
 
 

@@ -1,11 +1,12 @@
-"""Graphs for a wrapped module that serves no requests: static inputs, one named dimension, exact or padded sizes, outputs cut back."""
+"""Graphs for a wrapped module that serves no requests: static inputs, named dimensions, exact or padded sizes, outputs cut back."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -14,26 +15,26 @@ from rung.compile.bound import BoundStep
 from rung.compile.compiled import CompiledFunction
 from rung.compile.plan import TensorSpec
 from rung.config import CompileConfig
-from rung.counters import Counters
+from rung.counters import Count, Counters
 from rung.errors import ConfigError, PaddingError, UnsupportedModuleError
 from rung.graphs.backends import make_backend
 from rung.graphs.buffers import BufferSpec, StaticBuffer
-from rung.graphs.descriptor import Descriptor, GraphMode, Shape, exact
+from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dispatch import Dispatch
 from rung.graphs.ladder import DEFAULT_TOP, Ladder
 from rung.graphs.manager import CaptureReport, GraphManager
-from rung.graphs.outputs import OutputDims
 from rung.graphs.padding import check_padding
 from rung.graphs.reasons import Reason
 
-_MAX_EXACT_SIZES = 64  # graphs of exact sizes; later sizes run without
+_MAX_GRAPHS = 64  # graphs of exact sizes, or of combinations of several dimensions; later ones run without
 
 
 class WrappedGraphs:
-    """Runs a compiled function through graphs that are captured at the first call of each size.
+    """Runs a compiled function through graphs that are captured at the first call of each size, or combination of sizes.
 
     Inputs are copied into static buffers. Outputs are cloned by default, or borrowed until the next call. Sizes are exact unless the
-    dimension is named in `pad`: the first padded call is compared with the exact one under two paddings. One lock serialises calls."""
+    dimension is named in `pad`: then the plan must prove that its rows are independent, and the first padded call is compared with the
+    exact one under two paddings. One lock serialises calls."""
 
     def __init__(self, compiled: CompiledFunction, config: CompileConfig, counters: Counters) -> None:
         self.compiled = compiled
@@ -43,43 +44,46 @@ class WrappedGraphs:
         self._specs = [
             _buffer_spec(name, specs[compiled.plan.inputs[n]]) for name, n in zip(compiled.input_names, compiled.arguments, strict=True)
         ]
-        self.dim = _single_dimension(self._specs)
-        self.padded = self.dim in config.pad
-        self.ladder = self._make_ladder()
+        self.dims = _dimensions(self._specs)  # the first is counted by `Descriptor.num_tokens`
+        self.padded = frozenset(compiled.plan.rows) & set(self.dims)
+        self.ladders = {name: self._make_ladder(name) for name in self.dims}
         self.mode = self._resolve_mode()
-        self._dims: OutputDims | None = None  # known once padding was checked
+        self._checked: set[str] = set()  # padded dimensions that a run has shown to be harmless
         self._manager: GraphManager | None = None
-        self._capacity = 0
+        self._capacity = dict.fromkeys(self.dims, 0)
         self._lock = threading.RLock()
 
     def __call__(self, *inputs: Any) -> Any:
         with self._lock:
-            size = self._size(inputs)
-            dispatch = self._dispatch(size)
+            self._refuse_unproved()
+            sizes = self._sizes(inputs)
+            dispatch = self._dispatch(sizes)
             descriptor = dispatch.descriptor
             if descriptor.mode is GraphMode.NONE:
                 self.counters.add(f"step.none.{dispatch.reason}")
                 return self.compiled(*inputs)
-            if self.padded and self._dims is None and descriptor.num_tokens > size:
+            target = descriptor.sizes(self.dims[0])
+            if any(target[name] > sizes[name] and name not in self._checked for name in self.padded):
                 with _kept_state(self.compiled):
-                    self._dims = self._check(inputs, size, descriptor.num_tokens)
-            manager = self._manager_for(descriptor.num_tokens, inputs)
+                    self._check(inputs, sizes, target)
+            manager = self._manager_for(target, inputs)
             self._write(manager, inputs, descriptor)
             if not manager.can_replay(descriptor):
                 with _kept_state(self.compiled):
                     manager.capture([descriptor])
                 self._write(manager, inputs, descriptor)
             outputs = manager.run(dispatch)
-            cut = {self.dim: size}
             take = outputs.cut if self.config.outputs == "borrow" else outputs.clone
-            flat = take(cut if self._dims is not None else None, self._dims)
+            flat = take(sizes, self.compiled.plan.output_dims) if dispatch.padding else take(None)
             return self.compiled.restore(self._restore_sizes(flat, inputs), inputs)
 
-    def capture(self, sizes: Sequence[int], inputs: Sequence[Any]) -> CaptureReport:
-        """Capture `sizes` now. `inputs` are valid examples of any size; their rows are repeated."""
+    def capture(self, sizes: Sequence[int | Mapping[str, int]], inputs: Sequence[Any]) -> CaptureReport:
+        """Capture `sizes` now: numbers, or the size of each dimension by name. `inputs` are valid examples; they are repeated as needed."""
         with self._lock:
-            manager = self._manager_for(max(sizes), inputs)
-            descriptors = [Descriptor(mode=self.mode, num_tokens=size) for size in sizes]
+            self._refuse_unproved()
+            wanted = [self._named(size) for size in sizes]
+            manager = self._manager_for({name: max(size[name] for size in wanted) for name in self.dims}, inputs)
+            descriptors = [self._descriptor(self.mode, size) for size in wanted]
             for value, spec, buffer in zip(inputs, self._specs, manager.inputs, strict=True):
                 _fill(buffer, spec, value)
             with _kept_state(self.compiled):
@@ -94,11 +98,21 @@ class WrappedGraphs:
 
     # --- choosing --------------------------------------------------------------------------------------------------------------------
 
-    def _make_ladder(self) -> Ladder:
-        maximum = self.compiled.plan.bounds.get(self.dim)
-        if self.config.capture_sizes is not None:
-            return Ladder.custom(self.config.capture_sizes)
-        return Ladder.up_to(min(maximum or DEFAULT_TOP, DEFAULT_TOP))
+    def _make_ladder(self, name: str) -> Ladder:
+        maximum = self.compiled.plan.bounds.get(name)
+        sizes = self._given_sizes(name)
+        return Ladder.up_to(min(maximum or DEFAULT_TOP, DEFAULT_TOP)) if sizes is None else Ladder.custom(sizes)
+
+    def _given_sizes(self, name: str) -> Sequence[int] | None:
+        given = self.config.capture_sizes
+        if given is None or isinstance(given, Mapping):
+            return None if given is None else given.get(name)
+        if len(self.dims) > 1:
+            raise ConfigError(
+                f"capture_sizes is one list, and this module has the dimensions {list(self.dims)}",
+                hint=f"give a list for each: capture_sizes={{{self.dims[0]!r}: (...), ...}}",
+            )
+        return given
 
     def _resolve_mode(self) -> GraphMode:
         if self.config.graphs == "auto":
@@ -106,48 +120,80 @@ class WrappedGraphs:
             return GraphMode.PIECEWISE if has_breaks else GraphMode.FULL
         return GraphMode(self.config.graphs)
 
-    def _dispatch(self, size: int) -> Dispatch:
-        none = exact(Shape(num_tokens=size))
-        if size == 0:
+    def _dispatch(self, sizes: Mapping[str, int]) -> Dispatch:
+        none = self._descriptor(GraphMode.NONE, sizes)
+        if 0 in sizes.values():
             return Dispatch(none, Reason.EMPTY)
-        target = self.ladder.pad_to(size) if self.padded else size
-        if target is None:
-            return Dispatch(none, Reason.TOO_MANY_TOKENS)
-        if not self.padded and self.config.capture_sizes is not None and size not in self.ladder.sizes:
-            return Dispatch(none, Reason.NOT_CAPTURED)
-        descriptor = Descriptor(mode=self.mode, num_tokens=target)
+        target: dict[str, int] = {}
+        for name, size in sizes.items():
+            ladder = self.ladders[name]
+            padded = ladder.pad_to(size) if name in self.padded else size
+            if padded is None:
+                return Dispatch(none, Reason.TOO_MANY_TOKENS if name == self.dims[0] else Reason.OTHER_DIMENSION)
+            if name not in self.padded and self._given_sizes(name) is not None and size not in ladder.sizes:
+                return Dispatch(none, Reason.NOT_CAPTURED)
+            target[name] = padded
+        descriptor = self._descriptor(self.mode, target)
+        bounded = len(self.dims) > 1 or not self.padded
         manager = self._manager
-        if manager is not None and not self.padded and not manager.can_replay(descriptor) and manager.num_captured >= _MAX_EXACT_SIZES:
+        if manager is not None and bounded and not manager.can_replay(descriptor) and manager.num_captured >= _MAX_GRAPHS:
             return Dispatch(none, Reason.NOT_CAPTURED)
-        return Dispatch(descriptor, Reason.BEST, target - size)
+        return Dispatch(descriptor, Reason.BEST, prod(target.values()) - prod(sizes.values()))
 
-    def _size(self, inputs: Sequence[Any]) -> int:
+    def _descriptor(self, mode: GraphMode, sizes: Mapping[str, int]) -> Descriptor:
+        others = tuple(sorted((name, sizes[name]) for name in self.dims[1:]))
+        return Descriptor(mode=mode, num_tokens=sizes[self.dims[0]], symbols=others)
+
+    def _named(self, size: int | Mapping[str, int]) -> Mapping[str, int]:
+        named = {self.dims[0]: size} if isinstance(size, int) else size
+        if set(named) != set(self.dims):
+            raise ConfigError(f"a size to capture names {sorted(named)}, this module has {list(self.dims)}", hint="name every dimension")
+        return named
+
+    def _sizes(self, inputs: Sequence[Any]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
         for spec, value in zip(self._specs, inputs, strict=True):
             for dim, extent in enumerate(spec.shape):
-                if extent == self.dim:
-                    return int(value.shape[dim])
-        return 1  # no dynamic dimension: one size
+                if isinstance(extent, str):
+                    sizes.setdefault(extent, int(value.shape[dim]))
+        return {name: sizes.get(name, 1) for name in self.dims}  # without a dynamic dimension there is one size
+
+    # --- proof -----------------------------------------------------------------------------------------------------------------------
+
+    def _refuse_unproved(self) -> None:
+        """Raise `PaddingError` when the rows of a padded dimension mix, or when nothing shows that they do not."""
+        for name, verdict in self.compiled.plan.rows.items():
+            if verdict is None or name not in self.padded:
+                continue
+            if verdict.kind == "mixes":
+                raise PaddingError(f"rows of {name!r} mix in {verdict}", hint="run this module at exact sizes (no pad=)")
+            if not self.config.pad_unproved:
+                raise PaddingError(
+                    f"rows of {name!r} are not proved to be independent: {verdict}",
+                    hint="run at exact sizes (no pad=), or pass pad_unproved=True to rely on a test run alone",
+                )
 
     # --- running ---------------------------------------------------------------------------------------------------------------------
 
-    def _manager_for(self, size: int, inputs: Sequence[Any]) -> GraphManager:
-        """The manager, with buffers for at least `size`. A larger size than ever before starts anew: addresses must not change."""
-        if self._manager is None or size > self._capacity:
+    def _manager_for(self, sizes: Mapping[str, int], inputs: Sequence[Any]) -> GraphManager:
+        """The manager, with buffers for at least `sizes`. A larger size than ever before starts anew: addresses must not change."""
+        if self._manager is None or any(size > self._capacity[name] for name, size in sizes.items()):
             self.release()
             with _kept_state(self.compiled):
                 _refuse_written_inputs(self.compiled, inputs)
-            self._capacity = max(size, self.ladder.top if self.padded else size)
+            for name, size in sizes.items():
+                self._capacity[name] = max(size, self._capacity[name], self.ladders[name].top if name in self.padded else 0)
             device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), self.compiled.device)
-            buffers = [StaticBuffer(spec, capacity={self.dim: self._capacity}, device=device) for spec in self._specs]
-            self._manager = GraphManager(self.compiled, make_backend(device), inputs=buffers, dim=self.dim, counters=self.counters)
+            buffers = [StaticBuffer(spec, capacity=self._capacity, device=device) for spec in self._specs]
+            self._manager = GraphManager(self.compiled, make_backend(device), inputs=buffers, dim=self.dims[0], counters=self.counters)
         return self._manager
 
     def _write(self, manager: GraphManager, inputs: Sequence[Any], descriptor: Descriptor) -> None:
         for buffer, value in zip(manager.inputs, inputs, strict=True):
-            buffer.write(value, descriptor.sizes(self.dim))
+            buffer.write(value, descriptor.sizes(self.dims[0]))
 
-    def _check(self, inputs: Sequence[Any], size: int, padded: int) -> OutputDims:
-        """Raise `PaddingError` when padded rows reach real ones; else the dimensions by which each output is cut."""
+    def _check(self, inputs: Sequence[Any], sizes: Mapping[str, int], target: Mapping[str, int]) -> None:
+        """Raise `PaddingError` when padded rows reach real ones."""
 
         def run(values: list[Any]) -> list[Any]:
             with _kept_state(self.compiled) as state:
@@ -155,11 +201,24 @@ class WrappedGraphs:
                 return [*flat, *(tensor.clone() for tensor in state)]  # padded rows must not reach a buffer either
 
         specs = [_with_valid_range(spec, value) for spec, value in zip(self._specs, inputs, strict=True)]
-        with torch.no_grad():
-            names = [f"output {index}" for index in range(len(self.compiled.plan.outputs))]
-            names += [self.compiled.plan.inputs[number].dotted() for number in _written_weights(self.compiled)]
-            dims = check_padding(run, specs, list(inputs), {self.dim: padded}, names=names)
-            return dims[: len(self.compiled.plan.outputs)]
+        names = [f"output {index}" for index in range(len(self.compiled.plan.outputs))]
+        names += [self.compiled.plan.inputs[number].dotted() for number in _written_weights(self.compiled)]
+        padded = [name for name in self.padded if target[name] > sizes[name]]
+        unproved = [name for name in padded if self.compiled.plan.rows[name] is not None]
+        try:
+            with torch.no_grad():
+                check_padding(run, specs, list(inputs), target, names=names)
+        except PaddingError as error:
+            if unproved:
+                raise
+            raise PaddingError(
+                f"the analysis proves the rows of {', '.join(map(repr, padded))} independent, but a padded run differs: {error.message}",
+                hint="run at exact sizes (no pad=), and report this: one of the two is wrong",
+            ) from error
+        self.counters.add(Count.PADDING_CHECKS)
+        if unproved:
+            self.counters.add(Count.UNPROVED_PADDING, len(unproved))
+        self._checked.update(padded)
 
     def _restore_sizes(self, flat: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Sizes among the outputs are those of the caller's tensors, not of the padded buffers."""
@@ -209,14 +268,9 @@ def _buffer_spec(name: str, spec: TensorSpec) -> BufferSpec:
     return BufferSpec(name=name, shape=spec.shape, dtype=getattr(torch, spec.dtype.removeprefix("torch.")))
 
 
-def _single_dimension(specs: Sequence[BufferSpec]) -> str:
-    names = {extent for spec in specs for extent in spec.shape if isinstance(extent, str)}
-    if len(names) > 1:
-        raise ConfigError(
-            f"graphs serve one dynamic dimension, this module has {sorted(names)}",
-            hint="give dimensions that are always equal one name, or leave the others out of `dynamic`",
-        )
-    return next(iter(names), "size")
+def _dimensions(specs: Sequence[BufferSpec]) -> tuple[str, ...]:
+    """Names of the dynamic dimensions in the order of the arguments; one name for a module without any."""
+    return tuple(dict.fromkeys(extent for spec in specs for extent in spec.shape if isinstance(extent, str))) or ("size",)
 
 
 def _fill(buffer: StaticBuffer, spec: BufferSpec, example: torch.Tensor) -> None:

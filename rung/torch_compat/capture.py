@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import types
 import warnings
@@ -87,10 +88,13 @@ def _source_name(source: Any) -> str:
 
 
 def mark_unbacked(tensor: torch.Tensor, dim: int, shape_id: str) -> None:
-    """Give `dim` an unbacked symbol, equal for all tensors of one `shape_id`. Leaves attributes on the tensor: mark clones only."""
+    """Give `dim` an unbacked symbol, equal for all tensors of one `shape_id`. Leaves attributes on the tensor: mark clones only.
+
+    Sizes begin at 1, which lets a batch norm (it asks for size 0) be traced; torch 2.11 cannot be told so."""
     from torch._dynamo.decorators import mark_unbacked as mark
 
-    mark(tensor, dim, shape_id=shape_id)
+    bounds = {"min": 1} if "min" in inspect.signature(mark).parameters else {}
+    mark(tensor, dim, shape_id=shape_id, **bounds)
 
 
 def is_capture_error(error: BaseException) -> bool:

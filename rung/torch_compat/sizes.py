@@ -74,10 +74,10 @@ def symbol_of(size: Any) -> Any | None:
 
 
 def free_symbols(value: Any) -> set[Any]:
-    """The symbols in a traced size, or in the sizes and strides of a traced tensor."""
+    """The symbols in a traced size or a number computed from one, or in the sizes and strides of a traced tensor."""
     if isinstance(value, torch.Tensor):
         return {symbol for extent in (*value.shape, *value.stride()) for symbol in free_symbols(extent)}
-    return set(value.node.expr.free_symbols) if isinstance(value, torch.SymInt) else set()
+    return set(value.node.expr.free_symbols) if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else set()
 
 
 def evaluate_size(value: Any, size: int) -> Any:

@@ -21,6 +21,7 @@ from rung.compile.arguments import leaves
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.plan import CompilePlan, TensorSpec
+from rung.compile.rows import output_dims, prove_rows
 from rung.compile.trace import TracedGraph, self_name, trace
 
 ROOT = FilePath(__file__).parents[2]
@@ -67,10 +68,13 @@ def bound(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
 
 
 def uncompiled(
-    function: Callable[..., Any], *args: Any, dynamic: Mapping[str, Mapping[int, str]] | None = None
+    function: Callable[..., Any], *args: Any, dynamic: Mapping[str, Mapping[int, str]] | None = None, pad: Sequence[str] = ()
 ) -> tuple[CompiledFunction, SplitGraph]:
     """The plan of `function` bound to pieces that run as FX graphs; call it with tensors in the order of `input_names`."""
-    traced, graph = split(function, *args, dynamic=dynamic)
+    traced = trace(function, bound(function, args), {"x": {0: "rows"}} if dynamic is None else dynamic)
+    rows = prove_rows(traced.graph_module, traced.symbols, traced.bounds, pad)
+    names = output_dims(traced.graph_module, traced.symbols)
+    graph = build_steps(traced, TOY_OPS)
     owner = getattr(function, "__self__", None)
     tensors = [(path, value) for path, value in leaves(bound(function, args)) if isinstance(value, torch.Tensor)]
     plan = CompilePlan(
@@ -83,6 +87,8 @@ def uncompiled(
         outputs=graph.outputs,
         template=traced.template,
         sources=traced.sources,
+        rows=rows,
+        output_dims=names,
     )
     plan = CompilePlan.from_json(plan.to_json())
     runs = [_interpreted(piece.graph_module) for piece in graph.pieces]

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ConfigError, LadderError, PaddingError, UnsupportedModuleError
 from rung.graphs.wrapped import WrappedGraphs
-from tests.compile.cases import uncompiled
+from tests.compile.cases import double, uncompiled
 
 ROWS = {0: "rows"}
 
@@ -22,7 +23,7 @@ ROWS = {0: "rows"}
 def graphed(function: Callable[..., Any], *example: torch.Tensor, dims: Any = None, **options: Any) -> WrappedGraphs:
     """`function` behind graphs, its pieces uncompiled; every argument has dynamic rows unless `dims` says otherwise."""
     dynamic = dims or {"x": ROWS}
-    compiled, _ = uncompiled(function, *example, dynamic=dynamic)
+    compiled, _ = uncompiled(function, *example, dynamic=dynamic, pad=options.get("pad", ()))
     tensors = tuple(
         (path, dataclasses.replace(spec, shape=tuple(dynamic.get(path.dotted(), {}).get(dim, size) for dim, size in enumerate(spec.shape))))
         for path, spec in compiled.plan.tensors
@@ -119,8 +120,9 @@ def test_rows_that_mix_are_refused(mix: Callable[[torch.Tensor], torch.Tensor]) 
         return mix(x)
 
     target = graphed(forward, torch.randn(3, 4), pad=("rows",), maximum=16)
-    with pytest.raises(PaddingError, match="output 0"):
+    with pytest.raises(PaddingError, match=r"rows of 'rows' mix in \w+ .* at .*test_wrapped.py:\d+"):
         target(torch.randn(3, 4))
+    assert target.counters[Count.PADDING_CHECKS] == 0  # refused without running
 
 
 def test_a_number_computed_from_the_padded_size_is_refused() -> None:
@@ -164,12 +166,189 @@ def test_a_buffer_updated_in_place_counts_every_call() -> None:
         torch.testing.assert_close(target(x), x + start + call)
 
 
-def test_two_dynamic_dimensions_are_refused_by_name() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
+# --- proof and run -------------------------------------------------------------------------------------------------------------------
 
-    with pytest.raises(ConfigError, match=r"\['columns', 'rows'\]"):
-        graphed(forward, torch.randn(3, 4), dims={"x": {0: "rows", 1: "columns"}})
+
+def custom(x: torch.Tensor) -> torch.Tensor:
+    return double(x) + 1
+
+
+def test_a_proved_module_is_run_once_under_two_paddings() -> None:
+    target = graphed(twice, torch.randn(3, 4), pad=("rows",), maximum=16)
+    for rows in (3, 5, 6):
+        target(torch.randn(rows, 4))
+    assert target.compiled.plan.rows == {"rows": None}
+    assert target.counters[Count.PADDING_CHECKS] == 1
+
+
+def test_an_unproved_module_is_refused() -> None:
+    target = graphed(custom, torch.randn(3, 4), pad=("rows",), maximum=16)
+    with pytest.raises(PaddingError, match="rows of 'rows' are not proved to be independent: double") as error:
+        target(torch.randn(3, 4))
+    assert "pad_unproved=True" in error.value.hint
+
+
+def test_an_unproved_module_is_padded_and_counted_when_allowed() -> None:
+    target = graphed(custom, torch.randn(3, 4), pad=("rows",), maximum=16, pad_unproved=True)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(target(x), custom(x))
+    assert target.counters[Count.UNPROVED_PADDING] == 1
+
+
+def test_an_allowed_module_whose_run_differs_is_refused() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return double(x).sum(0) + x
+
+    target = graphed(forward, torch.randn(3, 4), pad=("rows",), maximum=16, pad_unproved=True)
+    with pytest.raises(PaddingError, match="rows mix under padding: output 0 differs"):
+        target(torch.randn(3, 4))
+
+
+def test_a_proof_that_a_run_contradicts_is_refused_and_both_are_stated() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+    target = graphed(forward, torch.randn(3, 4), pad=("rows",), maximum=16)
+    target.compiled.plan = dataclasses.replace(target.compiled.plan, rows={"rows": None})
+    with pytest.raises(PaddingError, match="the analysis proves the rows of 'rows' independent, but a padded run differs: rows mix"):
+        target(torch.randn(3, 4))
+
+
+# --- several dimensions --------------------------------------------------------------------------------------------------------------
+
+BATCH_FRAMES = {"x": {0: "batch", 1: "frames"}}
+
+
+def framewise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.softmax(-1).transpose(0, 1), x[..., 0] * 2
+
+
+@pytest.mark.parametrize("pad", [(), ("batch",), ("frames",), ("batch", "frames")])
+def test_two_dimensions_are_captured_by_combination_and_cut_in_each(pad: tuple[str, ...]) -> None:
+    sizes = dict.fromkeys(pad, (4, 8))
+    target = graphed(framewise, torch.randn(3, 5, 4), dims=BATCH_FRAMES, pad=pad, capture_sizes=sizes)
+    for shape in ((3, 3), (3, 2), (4, 7), (8, 8), (1, 5)):
+        x = torch.randn(*shape, 4)
+        torch.testing.assert_close(target(x), framewise(x))
+    assert steps(target) == {"step.full.best": 5}
+
+
+def test_padded_combinations_share_graphs() -> None:
+    sizes = {"batch": (4, 8), "frames": (4, 8)}
+    target = graphed(framewise, torch.randn(3, 5, 4), dims=BATCH_FRAMES, pad=("batch", "frames"), capture_sizes=sizes)
+    for shape in ((8, 8), (3, 3), (2, 4), (4, 1), (7, 3)):
+        target(torch.randn(*shape, 4))
+    assert target.counters[Count.CAPTURES] == len({(8, 8), (4, 4), (8, 4)})
+
+
+def test_the_dimension_that_is_too_large_is_counted() -> None:
+    sizes = {"batch": (4,), "frames": (4,)}
+    target = graphed(framewise, torch.randn(3, 5, 4), dims=BATCH_FRAMES, pad=("batch", "frames"), capture_sizes=sizes)
+    for shape in ((5, 3), (3, 5)):
+        target(torch.randn(*shape, 4))
+    assert steps(target) == {"step.none.too_many_tokens": 1, "step.none.other_dimension": 1}
+
+
+def test_combinations_are_captured_ahead_by_name() -> None:
+    target = graphed(framewise, torch.randn(3, 5, 4), dims=BATCH_FRAMES, pad=("batch", "frames"), maximum=8)
+    target.capture([{"batch": 4, "frames": 8}], [torch.randn(3, 5, 4)])
+    x = torch.randn(3, 7, 4)
+    torch.testing.assert_close(target(x), framewise(x))
+    assert target.counters[Count.CAPTURES] == 1
+
+
+def test_one_list_of_sizes_for_two_dimensions_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"capture_sizes is one list"):
+        graphed(framewise, torch.randn(3, 5, 4), dims=BATCH_FRAMES, capture_sizes=(4, 8))
+
+
+def test_a_mixing_dimension_is_refused_though_the_other_is_not() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(1, keepdim=True)
+
+    target = graphed(forward, torch.randn(3, 5, 4), dims=BATCH_FRAMES, pad=("batch",), maximum=8)
+    x = torch.randn(3, 5, 4)
+    torch.testing.assert_close(target(x), forward(x))
+    target = graphed(forward, torch.randn(3, 5, 4), dims=BATCH_FRAMES, pad=("batch", "frames"), maximum=8)
+    with pytest.raises(PaddingError, match="rows of 'frames' mix in mean"):
+        target(x)
+
+
+# --- modules -------------------------------------------------------------------------------------------------------------------------
+
+
+class VisionBlock(nn.Module):
+    """Patch embedding, a class token, attention over the patches of each image, an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 8, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.position = nn.Parameter(torch.randn(1, 5, 8))
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        patches = self.patch(x).flatten(2).transpose(1, 2)  # [rows, 4, 8]
+        hidden = torch.cat([self.token.expand(x.shape[0], -1, -1), patches], 1) + self.position
+        q, k, v = self.qkv(self.norm(hidden)).reshape(x.shape[0], 5, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        hidden = hidden + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return (hidden + self.mlp(hidden))[:, 0]
+
+
+class Recommender(nn.Module):
+    """Three bags of categories beside dense features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList([nn.EmbeddingBag(20, 4, mode=mode) for mode in ("sum", "mean", "max")])
+        self.mlp = nn.Sequential(nn.Linear(15, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        bags = [bag(ids[:, index]) for index, bag in enumerate(self.bags)]
+        return self.mlp(torch.cat([x, *bags], 1)).squeeze(-1)
+
+
+class BatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x).relu()
+
+
+@torch.no_grad()
+def run_padded(module: nn.Module, dims: Any, make: Callable[[int], tuple[torch.Tensor, ...]]) -> WrappedGraphs:
+    target = graphed(module.forward, *make(3), dims=dims, pad=("rows",), maximum=8)
+    for rows in (3, 5, 8, 1):
+        inputs = make(rows)
+        torch.testing.assert_close(target(*inputs), module(*inputs), rtol=1e-4, atol=1e-5)
+    return target
+
+
+def test_a_vision_block_runs_in_graphs() -> None:
+    target = run_padded(VisionBlock().eval(), {"x": ROWS}, lambda rows: (torch.randn(rows, 3, 8, 8),))
+    assert steps(target) == {"step.full.best": 4}
+
+
+def test_a_recommender_runs_in_graphs() -> None:
+    def make(rows: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(rows, 3), torch.randint(0, 20, (rows, 3, 5))
+
+    target = run_padded(Recommender().eval(), {"x": ROWS, "ids": ROWS}, make)
+    assert steps(target) == {"step.full.best": 4}
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 cannot be told that sizes begin at 1, which a batch norm asks")
+def test_a_batch_norm_runs_in_graphs_in_evaluation_and_is_refused_in_training() -> None:
+    target = run_padded(BatchNorm().eval(), {"x": ROWS}, lambda rows: (torch.randn(rows, 3, 2, 2),))
+    assert steps(target) == {"step.full.best": 4}
+    x = torch.randn(3, 3, 2, 2)
+    target = graphed(BatchNorm().train().forward, x, pad=("rows",), maximum=8)
+    with pytest.raises(PaddingError, match=r"mix in batch_norm .*statistics over all rows of the batch \(training mode\)"):
+        target(x)
 
 
 def test_bad_capture_sizes_name_the_entry() -> None:

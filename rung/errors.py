@@ -76,6 +76,10 @@ class LadderError(UserError, ValueError):
     """A list of capture sizes is not acceptable."""
 
 
+class TraceFileError(UserError, ValueError):
+    """A step trace cannot be read, or a line of it is not one of the format."""
+
+
 class CaptureError(UserError):
     """A graph could not be captured. `size` is the number of rows of the capture, `piece` the step of the plan, where they are known."""
 

@@ -24,14 +24,20 @@ class Command(click.Command):
             return super().invoke(ctx)
         try:
             return super().invoke(ctx)
-        except RungError as error:
-            show_error(error.message, error.hint)
-            ctx.exit(EXIT_USER_ERROR)
         except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt):
             raise
         except Exception as error:
+            if ctx.invoked_subcommand is not None:
+                raise  # the command below was asked for the traceback
+            if isinstance(error, RungError):
+                show_error(error.message, error.hint)
+                ctx.exit(EXIT_USER_ERROR)
             show_error(f"{type(error).__name__}: {error}", "this looks like a bug: run again with --debug for the traceback")
             ctx.exit(EXIT_BUG)
+
+
+class CommandGroup(Command, click.Group):
+    """A command that also has commands below it; its callback leaves everything to the one that was called."""
 
 
 def show_error(message: str, hint: str) -> None:

@@ -43,6 +43,7 @@ from rung.cli.phases import Phases
 @click.option("--num-blocks", type=int, help="Blocks of the KV cache, 16 tokens each; default: as many as can be used.")
 @click.option("--kv-cache-bytes", type=int, help="Memory for the KV cache; default: as much as can be used.")
 @click.option("--capture-sizes", metavar="N,N,...", callback=integers, help="Sizes of the graphs; default: the ladder, or a few on a CPU.")
+@click.option("--step-trace", type=click.Path(dir_okay=False), help="Append a line for each step to this file, for `rung ladder`.")
 @click.option("--attention", default="auto", show_default=True, help="Attention backend; `rung doctor` lists them.")
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -62,6 +63,7 @@ def generate(
     num_blocks: int | None,
     kv_cache_bytes: int | None,
     capture_sizes: tuple[int, ...] | None,
+    step_trace: str | None,
     attention: str,
     dtype: str,
     device: str,
@@ -91,7 +93,12 @@ def generate(
     if capture_sizes is not None and settings["graphs"] != "none":
         settings["capture_sizes"] = capture_sizes
     config = RunnerConfig(
-        **settings, kv_cache_bytes=kv_cache_bytes, num_blocks=num_blocks, long_prefill_chunk=prefill_chunk, attention_backend=attention
+        **settings,
+        kv_cache_bytes=kv_cache_bytes,
+        num_blocks=num_blocks,
+        long_prefill_chunk=prefill_chunk,
+        attention_backend=attention,
+        step_trace=step_trace,
     )
     engine, runner, start_up = build_engine(decoder.module, config, tokenizer=decoder.tokenizer)
     assembly.add_start_up(phases, start_up)

@@ -7,20 +7,25 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rung.cli.command import Command
+from rung.cli.command import CommandGroup
+from rung.cli.ladder_lint import lint
+from rung.cli.ladder_plan import plan
 from rung.cli.options import integers
 
 if TYPE_CHECKING:
     from rung.graphs import Ladder
 
 
-@click.command(cls=Command)
+@click.group(cls=CommandGroup, invoke_without_command=True)
 @click.option("--max", "maximum", type=int, help="The largest size that will ever come; default: the largest of --sizes, else 512.")
 @click.option("--sizes", metavar="N,N,...", callback=integers, help="Capture these sizes instead of the default series.")
 @click.option("--trim", type=int, help="Keep at most this many sizes, those that cost the least padding.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def ladder(maximum: int | None, sizes: tuple[int, ...] | None, trim: int | None, as_json: bool) -> None:
-    """Print the capture sizes and their padding."""
+@click.pass_context
+def ladder(ctx: click.Context, maximum: int | None, sizes: tuple[int, ...] | None, trim: int | None, as_json: bool) -> None:
+    """Print the capture sizes and their padding; check them, or choose them for recorded steps."""
+    if ctx.invoked_subcommand is not None:
+        return
     from rung.graphs.ladder import DEFAULT_TOP, Ladder
 
     chosen = Ladder.custom(sizes, maximum) if sizes else Ladder.up_to(DEFAULT_TOP if maximum is None else maximum)
@@ -38,6 +43,10 @@ def ladder(maximum: int | None, sizes: tuple[int, ...] | None, trim: int | None,
     console().print(table("", ("capture size", "serves", "mean waste", "worst waste"), shown, numbers=("capture size", "serves")))
     mean = f"{_mean_waste(chosen):.1%}"
     click.echo(f"{len(chosen)} sizes up to {chosen.top}; {mean} of the rows are padding when all of them come equally often")
+
+
+ladder.add_command(lint)
+ladder.add_command(plan)
 
 
 def _intervals(ladder: Ladder) -> list[tuple[int, int, float, float]]:

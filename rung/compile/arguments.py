@@ -1,7 +1,9 @@
-"""The leaves of a call's arguments: tensors, whose layout is checked every call, and constants, whose values are."""
+"""The leaves of a call's arguments: tensors, whose layout is checked every call, constants, whose values are, and containers, whose
+types and keys are: a trace unrolls what it iterates over."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -16,19 +18,34 @@ Leaf = tuple[Path, Any]
 Signature = tuple[Any, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Container:
+    """A tuple, list, mapping or dataclass among the arguments."""
+
+    type: type
+    keys: tuple[Any, ...] | int | None  # of a mapping, in order; the length of a sequence; None: the type tells
+
+    def __repr__(self) -> str:
+        return f"{self.type.__module__}:{self.type.__qualname__} {self.keys!r}"
+
+
 def leaves(locals_: Mapping[str, Any]) -> list[Leaf]:
-    """Every tensor and constant among the bound arguments, in a fixed order; reaches into tuples, lists, dicts and dataclasses."""
+    """Every tensor, constant and container among the bound arguments, in a fixed order; reaches into tuples, lists, dicts and dataclasses.
+    A container comes before what it holds."""
     return [leaf for name, value in locals_.items() for leaf in _walk(name, (), value)]
 
 
 def _walk(name: str, accesses: tuple[Access, ...], value: Any) -> Iterator[Leaf]:
     if isinstance(value, tuple | list):
+        yield Path(name, accesses), Container(type(value), len(value))
         for index, item in enumerate(value):
             yield from _walk(name, (*accesses, ("item", index)), item)
     elif isinstance(value, Mapping):
+        yield Path(name, accesses), Container(type(value), tuple(value))
         for key, item in value.items():
             yield from _walk(name, (*accesses, ("item", key)), item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield Path(name, accesses), Container(type(value), None)
         for field in dataclasses.fields(value):
             yield from _walk(name, (*accesses, ("attr", field.name)), getattr(value, field.name))
     else:
@@ -45,12 +62,34 @@ def _leaf_signature(path: Path, value: Any, dims: Mapping[str, Mapping[int, str]
         named = dims.get(path.dotted(), {})
         shape = tuple(None if dim in named else extent for dim, extent in enumerate(value.shape))
         return ("tensor", value.dtype, value.device, shape)
+    if isinstance(value, Container):
+        return value
     if isinstance(value, bool | int | float | str | type(None) | torch.dtype | torch.device):
         return (type(value), repr(value))  # repr: nan is equal to itself
     raise InputMismatchError(
         f"argument {path.dotted()!r} is a {type(value).__name__}, which a compiled function cannot check",
         hint="pass tensors, numbers, strings, None, or tuples, lists, dicts and dataclasses of them",
     )
+
+
+def replace_tensors(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor that `leaves` would find replaced; containers are copied, never changed."""
+    if isinstance(value, torch.Tensor):
+        return replace(value)
+    if isinstance(value, tuple):
+        items = [replace_tensors(item, replace) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, list | Mapping):
+        result: Any = copy.copy(value)
+        for key in range(len(value)) if isinstance(value, list) else list(value):
+            result[key] = replace_tensors(value[key], replace)
+        return result
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        result = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(result, field.name, replace_tensors(getattr(value, field.name), replace))
+        return result
+    return value
 
 
 def dynamic_dims(

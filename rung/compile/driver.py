@@ -17,6 +17,7 @@ from rung import torch_compat
 from rung.attention import SPLIT_OPS
 from rung.cache import Store, key_of
 from rung.compile import plan as plan_module
+from rung.compile.arguments import leaves
 from rung.compile.bound import StepCall
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
@@ -84,8 +85,7 @@ class Driver:
     ) -> tuple[dict[str, Any], list[str]]:
         owner = getattr(function, "__self__", None)
         described, opaque = fingerprint(owner) if isinstance(owner, nn.Module) else ({}, [])
-        paths = {path.dotted() for path, _ in tensors}
-        constants = {name: repr(value) for name, value in locals_.items() if isinstance(value, bool | int | float | str | type(None))}
+        constants = [(path, value) for path, value in leaves(locals_) if not isinstance(value, torch.Tensor)]
         factors = {
             "format": plan_module.FORMAT,
             "entry": f"{function.__module__}:{function.__qualname__}",
@@ -96,7 +96,7 @@ class Driver:
             "pad": sorted(self.config.pad),
             "row_wise_ops": sorted(self.config.row_wise_ops),
             "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
-            "constants": {name: value for name, value in constants.items() if name not in paths},
+            "constants": [[path.expression(), f"{type(value).__name__} {value!r}"] for path, value in constants],
             **self.pieces.code_factors(_device(tensors, owner)),
         }
         return factors, opaque
@@ -156,18 +156,20 @@ class Driver:
         dims_out = output_dims(traced.graph_module, traced.symbols)
         with report.clock("split"):
             graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
-        pieces, blobs = self._compile_pieces(graph, traced, _device(tensors, getattr(function, "__self__", None)), report, dump)
+        device = _device(tensors, getattr(function, "__self__", None))
+        pieces, blobs, bound = self._compile_pieces(graph, traced, device, report, dump)
         plan = CompilePlan(
             entry=entry,
             inputs=traced.inputs,
             tensors=tuple((path, self._spec(path, tensor, dims, traced)) for path, tensor in tensors),
-            bounds=traced.bounds,
+            bounds={name: bound if given is None else given for name, given in traced.bounds.items()},
             pieces=pieces,
             steps=graph.steps,
             outputs=graph.outputs,
             template=traced.template,
             sources=(*traced.sources, *type_refs(traced.template)),
             written=graph.written,
+            reads=traced.reads,
             rows=rows,
             output_dims=dims_out,
         )
@@ -193,24 +195,23 @@ class Driver:
         placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
         device = next((v.device for n in placeholders if isinstance(v := n.meta["example_value"], torch.Tensor)), torch.device("cpu"))
         graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
-        pieces, blobs = self._compile_pieces(graph, traced, device, report, dump)
+        pieces, blobs, _ = self._compile_pieces(graph, traced, device, report, dump)
         plan = CompilePlan("", traced.inputs, (), {}, pieces, graph.steps, graph.outputs, traced.template, ())
         self._check(graph, plan, blobs, {})
         return self._load(plan, blobs, {}, report)
 
     def _compile_pieces(
         self, graph: SplitGraph, traced: TracedGraph, device: torch.device, report: CompileReport, dump: Dump
-    ) -> tuple[tuple[tuple[str, str], ...], dict[str, bytes]]:
+    ) -> tuple[tuple[tuple[str, str], ...], dict[str, bytes], int | None]:
+        """(key, digest) of the unique pieces, their bytes by digest, and the bound of sizes without a maximum."""
         self.counters.add(Count.PIECES, sum(step.piece is not None for step in graph.steps))
         self.counters.add(Count.UNIQUE_PIECES, len(graph.pieces))
         code = self.pieces.code_factors(device)
-        blobs, pieces = {}, []
         with report.clock("compile"):
-            for index, piece in enumerate(graph.pieces):
-                digest, blob = self.pieces.blob(index, piece, traced, code, report, dump)
-                blobs[digest] = blob
-                pieces.append((piece.key, digest))
-        return tuple(pieces), blobs
+            compiled = [self.pieces.blob(index, piece, traced, code, report, dump) for index, piece in enumerate(graph.pieces)]
+        pieces = tuple((piece.key, blob.digest) for piece, blob in zip(graph.pieces, compiled, strict=True))
+        bound = min((blob.bound for blob in compiled if blob.bound is not None), default=None)
+        return pieces, {blob.digest: blob.data for blob in compiled}, bound
 
     def _spec(self, path: Path, tensor: torch.Tensor, dims: DynamicDims, traced: TracedGraph) -> TensorSpec:
         named = {dim: traced.unified.get(name, name) for dim, name in dims.get(path.dotted(), {}).items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ class EagerReason(StrEnum):
     GRADIENT = "gradient"  # a gradient could be asked for; compiled functions are for inference
     AUTOCAST = "autocast"  # the ambient autocast would change the dtypes that were traced
     TENSOR_SUBCLASS = "tensor_subclass"  # an argument is no plain tensor
+    SHARED_MEMORY = "shared_memory"  # the function writes a tensor that shares memory with another argument
     EMPTY = "empty"  # a dynamic dimension has size 0; code is generated for sizes from 1
 
 
@@ -69,11 +71,14 @@ class Entry(RuntimeState):
         bound.apply_defaults()
         found = leaves(bound.arguments)
         reason = self._eager_reason(found, dynamic_dims(self.function, found, self.config.dynamic))
-        if reason is not None:
-            self.counters.add(Count.EAGER_CALLS)
-            self.counters.add(f"eager.{reason}")
-            return self.function(*args, **kwargs)
-        return self.variant(bound.arguments, found).call(bound.arguments)
+        if reason is None:
+            variant = self.variant(bound.arguments, found)
+            if not variant.overlaps(bound.arguments):
+                return variant.call(bound.arguments)
+            reason = EagerReason.SHARED_MEMORY
+        self.counters.add(Count.EAGER_CALLS)
+        self.counters.add(f"eager.{reason}")
+        return self.function(*args, **kwargs)
 
     def prepare_call(self, *args: Any, **kwargs: Any) -> tuple[Variant, list[Any]]:
         """The variant for these arguments and the tensors that its `run` takes, without running it."""
@@ -86,15 +91,26 @@ class Entry(RuntimeState):
         """The variant for these bound arguments, compiled or loaded if it is new."""
         found = leaves(locals_) if found is None else found
         dims = self._free(dynamic_dims(self.function, found, self.config.dynamic))
-        key = (*signature_of(found, dims), getattr(self.owner, "training", None))
-        variant = self.variants.get(key)
+        key = self._key(found, dims)
+        variant = self._known(key)
         if variant is None:
             with self._lock:
-                variant = self.variants.get(key) or self._compile(key, locals_, found, dims)
+                variant = self._known(key) or self._compile(key, locals_, found, dims)
         if variant.fast is None:
             variant.fast = variant.entry(self.function, self.owner, self._slow)
         self._fast = variant.fast
         return variant
+
+    def _known(self, key: Signature) -> Variant | None:
+        """The variant of this signature that was traced from the module as it is now."""
+        for state in itertools.count():
+            variant = self.variants.get((*key, state))
+            if variant is None:
+                return None
+            with self._lock:
+                if variant.accepts(self.owner):
+                    return variant
+        raise AssertionError
 
     def _compile(self, key: Signature, locals_: Mapping[str, Any], found: list[Leaf], dims: dict[str, dict[int, str]]) -> Variant:
         if len(self.variants) >= self.config.max_variants:
@@ -114,12 +130,15 @@ class Entry(RuntimeState):
         }
         if fixed:
             self._fixed |= fixed
-            key = (*signature_of(found, self._free(dims)), getattr(self.owner, "training", None))
-        variant = Variant(compiled, report, found, getattr(self.owner, "training", False))
+            key = self._key(found, self._free(dims))
+        variant = Variant(compiled, report, found, self.owner)
         if self._prepare is not None:
             self._prepare(self, variant)
-        self.variants[key] = variant
+        self.variants[(*key, next(n for n in itertools.count() if (*key, n) not in self.variants))] = variant
         return variant
+
+    def _key(self, found: list[Leaf], dims: Mapping[str, Mapping[int, str]]) -> Signature:
+        return (*signature_of(found, dims), torch.get_default_dtype(), getattr(self.owner, "training", None))
 
     def _free(self, dims: dict[str, dict[int, str]]) -> dict[str, dict[int, str]]:
         return {name: {dim: symbol for dim, symbol in d.items() if (name, dim) not in self._fixed} for name, d in dims.items()}
@@ -127,7 +146,7 @@ class Entry(RuntimeState):
     def _difference(self, key: Signature) -> str:
         last = next(reversed(self.variants))
         changed = [new for old, new in zip(last, key, strict=False) if old != new]
-        return ", ".join(str(item[0].dotted()) if isinstance(item, tuple) else "training" for item in changed) or "its number of arguments"
+        return ", ".join(_name_of(item) for item in changed) or "attributes of the module that its forward reads"
 
     def _eager_reason(self, found: list[Leaf], dims: Mapping[str, Mapping[int, str]]) -> EagerReason | None:
         tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
@@ -151,9 +170,8 @@ class Entry(RuntimeState):
         """Read the module's tensors again, after parameters were replaced."""
         with self._lock:
             for variant in self.variants.values():
-                variant.release()
-                locals_ = {variant.compiled.plan.inputs[n].local: self.owner for n in variant.compiled.weights}
-                variant.compiled.rebind(locals_)
+                if variant.state is None or variant.state.same_trace():
+                    variant.rebind(self.owner)
             self._fast = None
 
     def release(self) -> None:
@@ -177,6 +195,13 @@ class Entry(RuntimeState):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (self.function, self.config, self._prepare))
+
+
+def _name_of(item: Any) -> str:
+    """What an item of a key stands for."""
+    if isinstance(item, tuple):
+        return str(item[0].dotted())
+    return "the default dtype" if isinstance(item, torch.dtype) else "training"
 
 
 def _rebuild(function: Callable[..., Any], config: CompileConfig, prepare: Callable[[Entry, Variant], None] | None) -> Entry:

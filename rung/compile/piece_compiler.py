@@ -6,6 +6,7 @@ import copy
 import platform
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ SETTINGS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class PieceBlob:
+    """A serialised piece, its digest, and the largest size its code serves where no maximum was given (None: any)."""
+
+    digest: str
+    data: bytes
+    bound: int | None
+
+
 class PieceCompiler:
     """Compiles pieces with one configuration; artifacts come from and go to one store."""
 
@@ -45,14 +55,13 @@ class PieceCompiler:
             "passes": self.passes.uuid(),
             "inductor": {**SETTINGS, **{key: repr(value) for key, value in self.config.inductor.items()}},
             "python": ".".join(platform.python_version_tuple()[:2]),
+            "default_dtype": str(torch.get_default_dtype()),  # ops without a dtype take it
             **torch_compat.toolchain_factors(),
             **torch_compat.device_factors(device),
         }
 
-    def blob(
-        self, index: int, piece: Piece, traced: TracedGraph, code: Mapping[str, Any], report: CompileReport, dump: Dump
-    ) -> tuple[str, bytes]:
-        """(digest, artifact) of a unique piece; `code` are the factors that change code. Raises `CompileError` when Inductor cannot."""
+    def blob(self, index: int, piece: Piece, traced: TracedGraph, code: Mapping[str, Any], report: CompileReport, dump: Dump) -> PieceBlob:
+        """The artifact of a unique piece; `code` are the factors that change code. Raises `CompileError` when Inductor cannot."""
         factors = {"piece": piece.key, "bounds": sorted(str(bound) for bound in traced.bounds.values()), **code}
         key = key_of(factors)
         try:
@@ -60,30 +69,33 @@ class PieceCompiler:
             if manifest is not None:
                 blob = self.store.get_blob(manifest["blob"])
                 report.passes.append(manifest["passes"])
-                return manifest["blob"], blob
+                return PieceBlob(manifest["blob"], blob, manifest["bound"])
         except (ArtifactError, KeyError) as error:
             why = error.message if isinstance(error, ArtifactError) else f"its manifest has no {error}"
             warnings.warn(f"a stored piece could not be used and is built again: {why}", RuntimeWarning, stacklevel=2)
         dump.piece(index, piece)
         refuse_aliased_writes(piece)
         passes = PassManager(self.passes.passes)
-        compiled = self._compile(piece, traced, passes, index)
+        compiled, bound = self._compile(piece, traced, passes, index)
         report.passes.append(passes.report)
         digest = self.save(lambda: self.store.put_blob(compiled))
         if digest is None:
-            return f"unsaved-{index}", compiled
-        self.save(lambda: self.store.put_manifest("pieces", key, {"factors": factors, "blob": digest, "passes": passes.report}))
-        return digest, compiled
+            return PieceBlob(f"unsaved-{index}", compiled, bound)
+        manifest = {"factors": factors, "blob": digest, "passes": passes.report, "bound": bound}
+        self.save(lambda: self.store.put_manifest("pieces", key, manifest))
+        return PieceBlob(digest, compiled, bound)
 
-    def _compile(self, piece: Piece, traced: TracedGraph, passes: PassManager, index: int) -> bytes:
-        """Compile with hinted sizes, which fuse; without hints when that code would not serve every size."""
+    def _compile(self, piece: Piece, traced: TracedGraph, passes: PassManager, index: int) -> tuple[bytes, int | None]:
+        """Compile with hinted sizes, which fuse; without hints when that code would not serve every size. A bound of the code becomes one
+        of the sizes that have no maximum, if somebody checks them (`traced.bounds` names them)."""
         try:
             with torch_compat.quiet_compiler():
-                artifact, restrictions = self._inductor(piece, traced, passes, hinted=True)
-                if restrictions:
+                artifact, fresh = self._inductor(piece, traced, passes, hinted=True)
+                bound = fresh.bound() if traced.bounds else None
+                if bound is None and fresh.restrictions():
                     self.counters.add(Count.UNHINTED_COMPILES)
                     artifact, _ = self._inductor(piece, traced, passes, hinted=False)
-                return torch_compat.serialize_artifact(artifact)
+                return torch_compat.serialize_artifact(artifact), bound
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0][:300]
             raise CompileError(
@@ -91,8 +103,8 @@ class PieceCompiler:
                 hint="RUNG_DUMP=<folder> writes the piece; TORCH_LOGS=+inductor tells more",
             ) from error
 
-    def _inductor(self, piece: Piece, traced: TracedGraph, passes: PassManager, *, hinted: bool) -> tuple[Any, list[str]]:
-        """An artifact, and what Inductor assumed about the sizes from 2 on."""
+    def _inductor(self, piece: Piece, traced: TracedGraph, passes: PassManager, *, hinted: bool) -> tuple[Any, torch_compat.FreshSymbols]:
+        """An artifact, and the symbols that know what Inductor assumed about the sizes."""
         fresh = torch_compat.FreshSymbols(hinted=hinted)
         inputs = []
         for node in piece.graph_module.graph.nodes:
@@ -101,14 +113,14 @@ class PieceCompiler:
                 for symbol in sorted(torch_compat.free_symbols(value), key=str):
                     fresh.symbol(str(symbol), high=traced.bounds.get(traced.symbols.get(str(symbol), "")))
                 inputs.append(fresh.tensor(value) if isinstance(value, torch.Tensor) else fresh.integer(value))
-        # ranges and hints are not in Inductor's own key
-        tag = repr((hinted, sorted(map(str, traced.bounds.values()))))
+        # ranges, hints and the default dtype are not in Inductor's own key
+        tag = repr((hinted, torch.get_default_dtype(), sorted(map(str, traced.bounds.values()))))
         module = copy.deepcopy(piece.graph_module)
         fresh.propagate(module, inputs)
         options = {**SETTINGS, **self.config.inductor, **passes.inductor_options(tag)}
         artifact = torch_compat.compile_piece(module, fresh, inputs, options)
         self.counters.add(Count.INDUCTOR_COMPILES)
-        return artifact, fresh.restrictions()
+        return artifact, fresh
 
     def save(self, write: Callable[[], Any]) -> Any:
         """A store that cannot be written costs the next start, never this run."""

@@ -14,10 +14,11 @@ import torch
 from torch import fx, nn
 
 from rung import torch_compat
+from rung.compile.arguments import replace_tensors
 from rung.compile.audit import FixedDimension, audit_symbols
 from rung.compile.effects import refuse_side_effects
 from rung.compile.paths import Path, parse_path
-from rung.compile.sources import SourceRef, source_refs
+from rung.compile.sources import SourceRef, mentioned_names, source_refs
 from rung.compile.template import Recorder, Template
 from rung.errors import DynamicShapeError, RungError, TraceError, UnsupportedModuleError
 
@@ -38,6 +39,7 @@ class TracedGraph:
     sources: tuple[SourceRef, ...]  # every function that was traced through
     unified: Mapping[str, str]  # name of a dimension -> the name that stands for it after unification
     bytecode: types.CodeType | None
+    reads: tuple[str, ...] = ()  # names that the traced functions mention
 
 
 def trace(function: Callable[..., Any], locals_: Mapping[str, Any], dynamic: DynamicDims, *, maximum: int | None = None) -> TracedGraph:
@@ -74,7 +76,17 @@ def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynami
     _check_reachable(inputs, full)
     symbols, bounds, unified = audit_symbols(capture, inputs, dynamic, maximum, _name(function))
     template = _record_template(capture, function, inputs, full, args, kwargs, owner)
-    return TracedGraph(capture.graph_module, inputs, symbols, bounds, template, source_refs(capture.traced_code), unified, capture.bytecode)
+    return TracedGraph(
+        capture.graph_module,
+        inputs,
+        symbols,
+        bounds,
+        template,
+        source_refs(capture.traced_code),
+        unified,
+        capture.bytecode,
+        mentioned_names(capture.traced_code),
+    )
 
 
 def _declared(dynamic: DynamicDims) -> DynamicDims:
@@ -104,7 +116,8 @@ def _free_size(function: Callable[..., Any]) -> int:
 
 
 def _example_arguments(locals_: Mapping[str, Any], dynamic: DynamicDims, size: int) -> dict[str, Any]:
-    example = {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in locals_.items()}
+    # One object passed twice would become one input, and serve later calls with two. `detach` makes them two.
+    example = {name: replace_tensors(value, lambda tensor: tensor.contiguous().detach()) for name, value in locals_.items()}
     for argument, dims in dynamic.items():
         tensor = example.get(argument)
         if tensor is None and argument in example:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from rung.compile.arguments import Leaf
+from rung.compile.arguments import Container, Leaf
 from rung.compile.compiled import CompiledFunction
+from rung.compile.overlap import Overlap
 from rung.compile.plan import TensorSpec
 from rung.compile.report import CompileReport
+from rung.compile.state import ModuleState
 from rung.compile.stitch import Source
 from rung.errors import InputMismatchError
 
@@ -21,15 +23,17 @@ Run = Callable[..., Any]  # takes the tensors of `CompiledFunction.input_names`
 class Variant:
     """A compiled function for one signature of arguments. `run` is the compiled call, or a graph manager's."""
 
-    def __init__(self, compiled: CompiledFunction, report: CompileReport, found: list[Leaf], training: bool) -> None:
+    def __init__(self, compiled: CompiledFunction, report: CompileReport, found: list[Leaf], owner: Any) -> None:
         self.compiled = compiled
         self.report = report
         self.run: Run = compiled
         self.fast: Callable[..., Any] | None = None  # the generated entry, made at the first call
-        self.training = training
+        self.training = getattr(owner, "training", False)
+        self.state = ModuleState(owner, compiled.plan.reads) if isinstance(owner, torch.nn.Module) else None
         self.constants = [(path, value) for path, value in found if not isinstance(value, torch.Tensor)]
         self.devices = {path.dotted(): value.device for path, value in found if isinstance(value, torch.Tensor)}
-        self.needs_no_grad = any(isinstance(w, torch.Tensor) and w.requires_grad for w in compiled.weights.values())
+        self.overlap = Overlap(compiled.plan.written, compiled.arguments)
+        self.default_dtype = torch.get_default_dtype()
 
     def call(self, locals_: Mapping[str, Any]) -> Any:
         """Run for arguments that are known to have this variant's signature; checks the relations between sizes."""
@@ -41,6 +45,29 @@ class Variant:
         values = [self.compiled.plan.inputs[number].resolve(locals_) for number in self.compiled.arguments]
         self._check_written(values)
         return [value.contiguous() if isinstance(value, torch.Tensor) else value for value in values]
+
+    def accepts(self, owner: Any) -> bool:
+        """Whether the module still is what was traced. Tensors that were replaced by others of the same layout are bound anew."""
+        if self.state is None or self.state.unchanged():
+            return True
+        if not self.state.same_trace():
+            return False
+        self.rebind(owner)
+        return True
+
+    def rebind(self, owner: Any) -> None:
+        """Read the module's tensors again; graphs that read the old ones are dropped."""
+        self.release()
+        self.compiled.rebind({self.compiled.plan.inputs[n].local: owner for n in self.compiled.weights})
+        if self.state is not None:
+            self.state.refresh()
+
+    def overlaps(self, locals_: Mapping[str, Any]) -> bool:
+        """Whether a tensor that the graph writes shares memory with an argument of this call."""
+        return self.overlap.possible and self._overlaps(*(self.compiled.plan.inputs[n].resolve(locals_) for n in self.compiled.arguments))
+
+    def _overlaps(self, *inputs: Any) -> bool:
+        return self.overlap.found(inputs, self.compiled.weights)
 
     def release(self) -> None:
         """Free graphs, if `run` holds any."""
@@ -74,7 +101,9 @@ class Variant:
                     )
                 bound = self.compiled.plan.bounds.get(extent)
                 if bound is not None and size > bound:
-                    raise InputMismatchError(f"{here} is {size}, above the maximum of {bound}", hint="raise `maximum`, or split the call")
+                    raise InputMismatchError(
+                        f"{here} is {size}, above the maximum of {bound}", hint="wrap with `maximum=` of at least that, or split the call"
+                    )
 
     def entry(self, function: Callable[..., Any], owner: Any, miss: Callable[..., Any]) -> Callable[..., Any]:
         """Generate the checked entry: same parameters as `function`, calls `miss` when any check fails."""
@@ -85,6 +114,8 @@ class Variant:
         checks = self._checks(source, owner)
         forwarded = ", ".join(_forward(parameter) for parameter in signature.parameters.values())
         inputs = ", ".join(self.compiled.plan.inputs[number].expression() for number in self.compiled.arguments)
+        if self.overlap.possible:
+            checks.append(f"not {source.bind(self._overlaps)}({inputs})")
         source.bind(miss, "_rung_miss")
         source.bind(self, "_rung_variant")
         source.lines.append("try:")
@@ -105,13 +136,14 @@ class Variant:
         for path, spec in self.compiled.plan.tensors:
             checks += self._tensor_checks(path.expression(), path.dotted(), spec, source, first)
         for path, value in self.constants:
-            text = path.expression()
-            same = f"{text} is {value!r}" if value is None or isinstance(value, bool) else f"{text} == {source.bind(value)}"
-            checks += [same] if value is None or isinstance(value, bool) else [f"{text}.__class__ is {source.bind(type(value))}", same]
+            checks += _constant_checks(path.expression(), value, source)
         for device_type in sorted({spec.device for _, spec in self.compiled.plan.tensors}):
             checks.append(f"not _rung_autocast({device_type!r})")
-        if self.needs_no_grad:
-            checks.append("not _rung_grad()")
+        checks.append(f"{source.bind(torch.get_default_dtype)}() is {source.bind(self.default_dtype)}")
+        if self.state is not None:
+            state = source.bind(self.state)
+            checks.append(f"not (_rung_grad() and {state}.wants_gradient())")
+            checks.append(f"{state}.unchanged()")
         if owner is not None and hasattr(owner, "training"):
             checks.append(f"{source.bind(owner, '_rung_owner')}.training is {self.training}")
         return checks
@@ -132,6 +164,20 @@ class Variant:
                 bound = self.compiled.plan.bounds.get(extent)
                 checks.append(f"{here} >= 1" if bound is None else f"1 <= {here} <= {bound}")
         return checks
+
+
+def _constant_checks(text: str, value: Any, source: Source) -> list[str]:
+    if value is None or isinstance(value, bool):
+        return [f"{text} is {value!r}"]
+    if isinstance(value, Container):
+        checks = [f"{text}.__class__ is {source.bind(value.type)}"]
+        if isinstance(value.keys, tuple):
+            return [*checks, f"(*{text},) == {source.bind(value.keys)}"]
+        return checks if value.keys is None else [*checks, f"len({text}) == {value.keys}"]
+    checks = [f"{text}.__class__ is {source.bind(type(value))}", f"{text} == {source.bind(value)}"]
+    if isinstance(value, float) and value == 0:  # 0.0 == -0.0
+        checks.append(f"repr({text}) == {repr(value)!r}")
+    return checks
 
 
 def _parameters(signature: inspect.Signature, source: Source) -> str:

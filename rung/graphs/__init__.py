@@ -11,6 +11,7 @@ from rung.graphs.manager import CaptureReport, GraphManager
 from rung.graphs.outputs import Outputs
 from rung.graphs.padding import check_padding
 from rung.graphs.reasons import Reason
+from rung.graphs.trace import StepTrace, TracedStep, TraceHeader, TraceRun, read_trace
 
 __all__ = [
     "BufferSpec",
@@ -27,9 +28,14 @@ __all__ = [
     "Reason",
     "Shape",
     "StaticBuffer",
+    "StepTrace",
+    "TraceHeader",
+    "TraceRun",
+    "TracedStep",
     "check_padding",
     "exact",
     "make_backend",
     "plan_descriptors",
+    "read_trace",
     "resolve_mode",
 ]

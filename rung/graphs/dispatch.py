@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rung.attention.base import CaptureSupport
 from rung.graphs.descriptor import ConfiguredMode, Descriptor, GraphMode, Shape, exact, misfit
-from rung.graphs.ladder import Ladder
+from rung.graphs.ladder import DEFAULT_MAX_WASTE, Ladder, check_max_waste, too_wasteful
 from rung.graphs.reasons import Reason
 
 
@@ -102,12 +102,21 @@ class _Group:
 
 
 class Dispatcher:
-    """Chooses among captured descriptors. `failed` is read at each call, so a capture that fails later is respected."""
+    """Chooses among captured descriptors. `failed` is read at each call, so a capture that fails later is respected.
+
+    A step is not padded to more than `max_waste` times its tokens, except to 8 tokens or fewer; None: as far as the next size lies.
+    Raises `LadderError` for a `max_waste` below 1."""
 
     def __init__(
-        self, descriptors: Iterable[Descriptor], *, resolved: ResolvedMode | None = None, failed: Set[Descriptor] = frozenset()
+        self,
+        descriptors: Iterable[Descriptor],
+        *,
+        resolved: ResolvedMode | None = None,
+        failed: Set[Descriptor] = frozenset(),
+        max_waste: float | None = DEFAULT_MAX_WASTE,
     ) -> None:
         self.failed = failed
+        self.max_waste = check_max_waste(max_waste)
         self._resolved = resolved
         self._groups: dict[GraphMode, dict[int | None, _Group]] = {GraphMode.FULL: {}, GraphMode.PIECEWISE: {}}
         ordered = sorted(set(descriptors), key=_preference)
@@ -120,7 +129,7 @@ class Dispatcher:
         """The best mode that fits, not better than `best`. A step without a graph keeps its exact sizes."""
         if shape.num_tokens == 0:
             return Dispatch(exact(shape), Reason.EMPTY)
-        why: Reason | None = None  # why the first mode that has descriptors does not serve
+        why: Reason | None = None  # why the first mode with descriptors for such batches does not serve
         for mode, groups in self._groups.items():
             if not groups:
                 continue
@@ -132,7 +141,8 @@ class Dispatcher:
                 limit = Reason.BEST if mode is GraphMode.FULL else self._limit(shape)
                 reason = limit if limit is not Reason.BEST else why or Reason.BEST
                 return Dispatch(found, reason, found.num_tokens - shape.num_tokens)
-            why = why or found
+            # "No full graph is for such batches" says nothing once a graph that is for them does not serve either.
+            why = found if why in (None, Reason.MIXED_BATCH, Reason.QUERY_LENGTH) else why
         return Dispatch(exact(shape), why or self._nothing_planned(best))
 
     def _find(self, groups: Mapping[int | None, _Group], shape: Shape) -> Descriptor | Reason:
@@ -143,10 +153,20 @@ class Dispatcher:
             if group is None:
                 continue
             for descriptor in group.entries[bisect_left(group.sizes, shape.num_tokens) :]:
-                if misfit(descriptor, shape) is None and descriptor not in self.failed:
-                    return descriptor
-            reason = misfit(group.entries[-1], shape) or Reason.CAPTURE_FAILED
+                if misfit(descriptor, shape) is not None or descriptor in self.failed:
+                    continue
+                if too_wasteful(shape.num_tokens, descriptor.num_tokens, self.max_waste):
+                    break  # later ones are larger
+                return descriptor
+            reason = self._why_not(group, shape)
         return reason
+
+    def _why_not(self, group: _Group, shape: Shape) -> Reason:
+        """Why no descriptor of the group serves: none fits, those that do failed, or the first that is left wastes too much."""
+        fitting = [d for d in group.entries[bisect_left(group.sizes, shape.num_tokens) :] if misfit(d, shape) is None]
+        if not fitting:
+            return misfit(group.entries[-1], shape) or Reason.CAPTURE_FAILED
+        return Reason.CAPTURE_FAILED if fitting[0] in self.failed else Reason.PADDING
 
     def _limit(self, shape: Shape) -> Reason:
         """Why FULL was not planned for such a batch although it was asked for."""

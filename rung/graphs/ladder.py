@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from rung.errors import LadderError
 
 DEFAULT_TOP = 512  # no default ladder goes higher without being asked
+DEFAULT_MAX_WASTE = 2.0  # a step is padded to at most so many times its own size
+FREE_PADDING = 8  # up to here a padded step costs what a small one does, so it may be padded further
 
 
 def series(cap: int) -> tuple[int, ...]:
@@ -19,6 +21,20 @@ def series(cap: int) -> tuple[int, ...]:
 def ladder_cap(max_num_requests: int, decode_query_len: int = 1, top: int = DEFAULT_TOP) -> int:
     """The largest size worth capturing for a decoder: twice the tokens of a full decode batch, at most `top`."""
     return min(max_num_requests * decode_query_len * 2, top)
+
+
+def too_wasteful(size: int, padded: int, max_waste: float | None = DEFAULT_MAX_WASTE) -> bool:
+    """Whether padding `size` rows to `padded` exceeds the waste cap; None is no cap. Padding to 8 rows or fewer never does."""
+    return max_waste is not None and padded > FREE_PADDING and padded > max_waste * size
+
+
+def check_max_waste(max_waste: float | None) -> float | None:
+    """The cap itself. Raises `LadderError` for one below 1, which no step could keep."""
+    if max_waste is not None and not max_waste >= 1.0:
+        raise LadderError(
+            f"max_waste is {max_waste!r}, expected a factor >= 1", hint="2.0 pads a step to at most twice its size; None: any"
+        )
+    return max_waste
 
 
 @dataclass(frozen=True, slots=True)

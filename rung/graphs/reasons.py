@@ -19,6 +19,7 @@ class Reason(StrEnum):
     ADAPTERS = "adapters"
     VARIANT = "variant"
     FORCED = "forced"
+    PADDING = "padding"
     EMPTY = "empty"
     CAPTURE_FAILED = "capture_failed"
     NOT_CAPTURED = "not_captured"
@@ -26,6 +27,11 @@ class Reason(StrEnum):
     @property
     def sentence(self) -> str:
         return _SENTENCES[self]
+
+    @property
+    def advice(self) -> str:
+        """What a user can do about it."""
+        return _ADVICE[self]
 
 
 _SENTENCES: dict[Reason, str] = {
@@ -40,7 +46,26 @@ _SENTENCES: dict[Reason, str] = {
     Reason.ADAPTERS: "no graph was captured for this number of adapters",
     Reason.VARIANT: "no graph was captured for this variant",
     Reason.FORCED: "the caller asked for a slower mode",
+    Reason.PADDING: "the next captured size would pad the step beyond the waste cap",
     Reason.EMPTY: "the step has no tokens",
     Reason.CAPTURE_FAILED: "the capture of the fitting graph failed",
     Reason.NOT_CAPTURED: "the configuration plans no graph for this kind of batch",
+}
+
+_ADVICE: dict[Reason, str] = {
+    Reason.BEST: "nothing",
+    Reason.GRAPHS_OFF: 'set graphs="full_and_piecewise" if this was not meant',
+    Reason.MIXED_BATCH: 'set graphs="full" if the attention backend can capture mixed batches',
+    Reason.QUERY_LENGTH: "plan full graphs for this query length",
+    Reason.TOO_MANY_TOKENS: "capture a larger size, or lower the token budget of a step (max_num_tokens, long_prefill_chunk)",
+    Reason.TOO_MANY_REQUESTS: "capture up to max_num_requests, or lower max_num_requests",
+    Reason.OTHER_DIMENSION: "capture larger sizes of the other dimension",
+    Reason.BACKEND_LIMIT: "choose an attention backend that can be captured (rung doctor lists them)",
+    Reason.ADAPTERS: "capture this number of adapters",
+    Reason.VARIANT: "capture this variant",
+    Reason.FORCED: "nothing: the caller asked for it",
+    Reason.PADDING: "capture a size between the step and the next one, or raise max_waste",
+    Reason.EMPTY: "nothing: there is no work",
+    Reason.CAPTURE_FAILED: "see the error of the capture, raised when it happened",
+    Reason.NOT_CAPTURED: 'capture such batches too: graphs="full_and_piecewise"',
 }

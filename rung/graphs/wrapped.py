@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -63,11 +64,13 @@ class WrappedGraphs:
                 return self.compiled(*inputs)
             target = descriptor.sizes(self.dims[0])
             if any(target[name] > sizes[name] and name not in self._checked for name in self.padded):
-                self._check(inputs, sizes, target)
+                with _kept_state(self.compiled):
+                    self._check(inputs, sizes, target)
             manager = self._manager_for(target, inputs)
             self._write(manager, inputs, descriptor)
             if not manager.can_replay(descriptor):
-                manager.capture([descriptor])
+                with _kept_state(self.compiled):
+                    manager.capture([descriptor])
                 self._write(manager, inputs, descriptor)
             outputs = manager.run(dispatch)
             take = outputs.cut if self.config.outputs == "borrow" else outputs.clone
@@ -83,7 +86,8 @@ class WrappedGraphs:
             descriptors = [self._descriptor(self.mode, size) for size in wanted]
             for value, spec, buffer in zip(inputs, self._specs, manager.inputs, strict=True):
                 _fill(buffer, spec, value)
-            return manager.capture(descriptors)
+            with _kept_state(self.compiled):
+                return manager.capture(descriptors)
 
     def release(self) -> None:
         """Free graphs and buffers; the next call captures again."""
@@ -175,7 +179,8 @@ class WrappedGraphs:
         """The manager, with buffers for at least `sizes`. A larger size than ever before starts anew: addresses must not change."""
         if self._manager is None or any(size > self._capacity[name] for name, size in sizes.items()):
             self.release()
-            _refuse_written_inputs(self.compiled, inputs)
+            with _kept_state(self.compiled):
+                _refuse_written_inputs(self.compiled, inputs)
             for name, size in sizes.items():
                 self._capacity[name] = max(size, self._capacity[name], self.ladders[name].top if name in self.padded else 0)
             device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), self.compiled.device)
@@ -191,14 +196,18 @@ class WrappedGraphs:
         """Raise `PaddingError` when padded rows reach real ones."""
 
         def run(values: list[Any]) -> list[Any]:
-            return self._restore_sizes(self.compiled.run_steps(values, _call), values)
+            with _kept_state(self.compiled) as state:
+                flat = self._restore_sizes(self.compiled.run_steps(values, _call), values)
+                return [*flat, *(tensor.clone() for tensor in state)]  # padded rows must not reach a buffer either
 
         specs = [_with_valid_range(spec, value) for spec, value in zip(self._specs, inputs, strict=True)]
+        names = [f"output {index}" for index in range(len(self.compiled.plan.outputs))]
+        names += [self.compiled.plan.inputs[number].dotted() for number in _written_weights(self.compiled)]
         padded = [name for name in self.padded if target[name] > sizes[name]]
         unproved = [name for name in padded if self.compiled.plan.rows[name] is not None]
         try:
             with torch.no_grad():
-                check_padding(run, specs, list(inputs), target)
+                check_padding(run, specs, list(inputs), target, names=names)
         except PaddingError as error:
             if unproved:
                 raise
@@ -225,6 +234,23 @@ class WrappedGraphs:
                     f"output {index} is a number computed from the padded size", hint="return sizes as they are, or run at exact sizes"
                 )
         return restored
+
+
+def _written_weights(compiled: CompiledFunction) -> list[int]:
+    return [number for number in compiled.plan.written if number in compiled.weights]
+
+
+@contextmanager
+def _kept_state(compiled: CompiledFunction) -> Iterator[list[torch.Tensor]]:
+    """Runs inside the block belong to nobody: buffers that the module updates in place are put back. Yields those buffers."""
+    written = [compiled.weights[number] for number in _written_weights(compiled)]
+    with torch.no_grad():
+        saved = [tensor.clone() for tensor in written]
+        try:
+            yield written
+        finally:
+            for tensor, values in zip(written, saved, strict=True):
+                tensor.copy_(values)
 
 
 def _call(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:

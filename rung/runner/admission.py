@@ -52,13 +52,18 @@ class Admission:
                     hint="give token ids, or build the engine with a tokenizer",
                 )
             prompt = self._tokenizer.encode(prompt)
-        token_ids = tuple(prompt)
+        try:
+            token_ids = tuple(prompt)
+        except TypeError:
+            raise RequestError(
+                f"request {request_id!r}: the prompt is a {type(prompt).__name__}", hint="give a text, or a sequence of token ids"
+            ) from None
         if not token_ids:
             raise RequestError(f"request {request_id!r}: the prompt is empty", hint="give at least one token")
         for index, token in enumerate(token_ids):
-            if not isinstance(token, int) or not 0 <= token < self._vocab_size:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
                 raise RequestError(
                     f"request {request_id!r}: token {index} of the prompt is {token!r}, expected an id in [0, {self._vocab_size})",
-                    hint="use the model's own tokenizer",
+                    hint="use the model's own tokenizer; arrays and tensors have tolist()",
                 )
         return token_ids

@@ -19,7 +19,7 @@ from rung.compile.report import CompileReport
 from rung.config import CompileConfig
 from rung.counters import Counters
 from rung.errors import ConfigError
-from rung.graphs import CaptureReport, ConfiguredMode, Ladder, make_backend, plan_descriptors, resolve_mode
+from rung.graphs import CaptureReport, ConfiguredMode, make_backend, plan_descriptors, resolve_mode
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Engine
 from rung.runner.executor import InProcessExecutor
@@ -28,6 +28,7 @@ from rung.runner.graph_forward import DIM, GraphForward
 from rung.runner.model_runner import ModelRunner
 from rung.runner.ops import default_ops
 from rung.runner.scheduler import Scheduler
+from rung.runner.step_trace import capture_ladder, open_step_trace
 from rung.runner.text import Tokenizer
 
 
@@ -64,6 +65,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     device, dtype = _place(module)
     attention = _choose_attention(module, config, dtype, device)
     start.attention = attention.why
+    trace = open_step_trace(config, attention.support)
     forward: Forward = EagerForward(module, counters)
     if not config.eager:
         with start.phase("compile"):
@@ -73,7 +75,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
         raise ConfigError("graphs need a compiled model, and eager=True asks for none", hint='use graphs="none", or eager=False')
     with start.phase("allocate"):
         ops, start.step_ops = default_ops(device)
-        runner = ModelRunner(module, config, backend=attention.make, forward=forward, ops=ops, counters=counters)
+        runner = ModelRunner(module, config, backend=attention.make, forward=forward, ops=ops, counters=counters, trace=trace)
     if isinstance(forward, GraphForward) and forward.descriptors:
         with start.phase("capture"):
             start.capture = forward.capture(runner.dummy_context, lazy=config.lazy_capture)
@@ -115,11 +117,7 @@ def _graph_forward(
     compiled: CompiledFunction, module: Any, config: RunnerConfig, support: CaptureSupport, device: torch.device, counters: Counters
 ) -> GraphForward:
     mode = ConfiguredMode(config.graphs)
-    if config.capture_sizes is None:
-        ladder = Ladder.for_requests(config.max_num_requests, max_num_tokens=config.max_num_tokens)
-    else:
-        ladder = Ladder.custom(config.capture_sizes)
-    descriptors = plan_descriptors(ladder, mode, max_num_requests=config.max_num_requests, capture_support=support)
+    descriptors = plan_descriptors(capture_ladder(config), mode, max_num_requests=config.max_num_requests, capture_support=support)
     return GraphForward(
         compiled,
         make_backend(device),

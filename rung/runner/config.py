@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from rung.errors import ConfigError
@@ -26,6 +27,8 @@ class RunnerConfig:
     graphs: Mode = "none"
     capture_sizes: tuple[int, ...] | None = None  # None: the default ladder
     lazy_capture: bool = False  # capture each size at its first step
+    max_waste: float | None = 2.0  # pad a step to at most so many times its tokens, else run it without a graph; None: no cap
+    step_trace: str | Path | None = None  # `build_runner` appends a line for each step to this file (docs/trace.md)
     attention_backend: str = "auto"
     eager: bool = False  # run the model uncompiled
 
@@ -44,6 +47,8 @@ class RunnerConfig:
                 _at_least(name, getattr(self, name), least)
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}", hint="0.9 leaves a tenth for activations")
+        if self.max_waste is not None and self.max_waste < 1:
+            raise ConfigError(f"max_waste must be at least 1, got {self.max_waste}", hint="2.0 pads a step to at most twice its tokens")
         if self.max_num_tokens < self.max_num_requests:
             raise ConfigError(
                 f"max_num_tokens ({self.max_num_tokens}) is smaller than max_num_requests ({self.max_num_requests})",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -141,7 +141,7 @@ class Engine:
     def _add(self, wanted: Sequence[tuple[str | None, Prompt, SamplingParams]]) -> list[str]:
         requests: dict[str, Request] = {}
         for given, prompt, params in wanted:
-            request_id = f"request-{next(self._ids)}" if given is None else given
+            request_id = self._free_id(requests) if given is None else given
             if request_id in requests or request_id in self._outputs:
                 raise RequestError(f"request id {request_id!r} is in use", hint="give every unfinished request its own id")
             requests[request_id] = self._admission.admit(request_id, prompt, params)
@@ -150,6 +150,11 @@ class Engine:
             detokenizer = self._tokenizer.detokenizer() if self._tokenizer else None
             self._outputs[request_id] = _Output(request, detokenizer, StopText(request.sampling.stop))
         return list(requests)
+
+    def _free_id(self, requests: Collection[str]) -> str:
+        """An id that no unfinished request has, whoever named it."""
+        names = (f"request-{number}" for number in self._ids)
+        return next(name for name in names if name not in requests and name not in self._outputs)
 
     def _enqueue(self) -> bool:
         """Enqueue the next plan; whether it had tokens."""

@@ -58,7 +58,7 @@ class GraphForward(Forward):
         self._plan = plan
         self.descriptors = tuple(descriptors)
         self.manager = GraphManager(plan, backend, inputs=(self._input_ids, self._positions), dim=DIM, counters=counters)
-        self.dispatcher = Dispatcher(self.descriptors, resolved=resolved, failed=self.manager.failed)
+        self.dispatcher = Dispatcher(self.descriptors, resolved=resolved, failed=self.manager.failed, max_waste=config.max_waste)
 
     def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._input_ids.view(self._input_ids.capacity), self._positions.view(self._positions.capacity)

@@ -15,6 +15,7 @@ from rung.attention import AttentionBackend, AttentionSpec, attention_layers
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.errors import ConfigError, StateError
+from rung.graphs.trace import StepTrace
 from rung.runner.batch import Batch, dummy_batch, dummy_query_lens, gather_batch
 from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
@@ -28,6 +29,7 @@ from rung.runner.plan import StepPlan
 from rung.runner.plan_check import PlanChecker
 from rung.runner.sampler import Sampler
 from rung.runner.slots import RequestSlots
+from rung.runner.step_trace import record_step
 from rung.runner.transfer import HostToDevice
 
 
@@ -56,7 +58,8 @@ class ModelRunner:
 
     One step is two calls: `execute_model(plan)` applies the plan and enqueues forward and logits, `sample_tokens(bitmask)` samples and
     advances the slots. Between them a caller may build a grammar mask. The runner owns slots, block tables, input buffers and KV cache;
-    it binds the attention layers of `module` to them. Not thread-safe: one caller drives it."""
+    it binds the attention layers of `module` to them. `trace` gets the steps of requests, not the dummy ones. Not thread-safe: one caller
+    drives it."""
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class ModelRunner:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         counters: Counters | None = None,
+        trace: StepTrace | None = None,
     ) -> None:
         first = next(module.parameters())
         self.module = module
@@ -95,6 +99,7 @@ class ModelRunner:
         self._inputs = InputBuilder(self.buffers, self.slots, transfer, ops)
         self._checker = PlanChecker(config, self.slots, self.block_tables)
         self._parked: ParkedStep | None = None
+        self._trace = trace
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
@@ -111,12 +116,15 @@ class ModelRunner:
                 "State error: sample_tokens() must be called after execute_model() returns None.",
                 hint="every execute_model that returns None is followed by one sample_tokens",
             )
+        self._check_bound()
         self._checker.check(plan)
         self._apply(plan)
         if not plan.num_scheduled_tokens:
             return EMPTY_OUTPUT
         step = self.prepare(gather_batch(plan.num_scheduled_tokens, self.slots))
         logits = self._forward_logits(step)
+        if self._trace is not None:
+            record_step(self._trace, step.batch, step.dispatch)
         self._parked = ParkedStep(batch=step.batch, dispatch=step.dispatch, logits=logits, context=step.context)
         return None
 
@@ -223,6 +231,14 @@ class ModelRunner:
         slots = self.slots
         slots.num_computed_tokens_np[batch.idx_mapping] = batch.seq_lens
         slots.total_len_np[batch.idx_mapping] += batch.seq_lens >= slots.prefill_len_np[batch.idx_mapping]
+
+    def _check_bound(self) -> None:
+        name, layer = next(iter(self.layers.items()))
+        if layer.kv_cache is not self.kv_caches[name]:
+            raise StateError(
+                "another runner was built for this module: its attention layers read that runner's KV cache now",
+                hint="give each runner that lives at the same time a module of its own; a deepcopy may share the parameters",
+            )
 
     def _bind_layers(self, backend: Callable[[AttentionSpec], AttentionBackend]) -> None:
         backends: dict[AttentionSpec, AttentionBackend] = {}

@@ -44,10 +44,10 @@ class StopText:
         if not self._stops:
             return text
         text = self._held + text
-        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if starts:
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
             self.found, self._held = True, ""
-            return text[: min(starts)]
+            return text[: min(ends)[1]]  # the one that is complete first, however the text came in parts
         held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

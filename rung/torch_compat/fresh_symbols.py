@@ -59,17 +59,31 @@ class FreshSymbols:
 
     def restrictions(self) -> list[str]:
         """Guards that the compile added and that do not hold for all sizes from 2 to the maximum. Empty: the code serves all of them."""
+        if not self.hinted:
+            return []
+        fixed = [f"{symbol} = {value}" for symbol, value in self.shape_env.replacements.items() if symbol in self._high]
+        return fixed + self._unproved(None)
+
+    def bound(self) -> int | None:
+        """The largest power of two up to which the code serves sizes that have no maximum of their own, None when it serves all or none:
+        Inductor takes 32-bit indexing for granted where the hint allows it."""
+        if not self.restrictions():
+            return None
+        return next((bound for bound in (1 << power for power in range(30, 15, -1)) if not self._unproved(bound)), None)
+
+    def _unproved(self, unbounded: int | None) -> list[str]:
+        """Guards that are not implied; sizes without a maximum range up to `unbounded` (None: any)."""
         from torch.utils._sympy.numbers import int_oo
         from torch.utils._sympy.value_ranges import ValueRanges
 
-        env = self.shape_env
-        ranges = tuple((symbol, ValueRanges(2, int_oo if high is None else max(high, 2))) for symbol, high in self._high.items())
-        found = [] if not self.hinted else [f"{symbol} = {value}" for symbol, value in env.replacements.items() if symbol in self._high]
-        for guard in env.guards:
-            static = env._maybe_evaluate_static(guard.expr, axioms=(), var_to_range=ranges)
+        free = int_oo if unbounded is None else unbounded
+        ranges = tuple((symbol, ValueRanges(2, free if high is None else max(high, 2))) for symbol, high in self._high.items())
+        found = []
+        for guard in self.shape_env.guards:
+            static = self.shape_env._maybe_evaluate_static(guard.expr, axioms=(), var_to_range=ranges)
             if static is None or not bool(static):
                 found.append(str(guard.expr))
-        return found if self.hinted else []
+        return found
 
     def evaluate(self, expression: Any) -> Any:
         """Rebuild a sympy expression of a trace's symbols over the fresh ones."""

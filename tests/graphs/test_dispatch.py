@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rung.attention.base import CaptureSupport
+from rung.errors import LadderError
 from rung.graphs import ConfiguredMode, Descriptor, Dispatcher, GraphMode, Ladder, Reason, Shape, plan_descriptors, resolve_mode
 from rung.graphs.descriptor import misfit
 
@@ -68,6 +69,11 @@ def test_sizes_above_the_top_run_exactly_and_say_so(tokens: int) -> None:
     result = dispatcher(ConfiguredMode.PIECEWISE).dispatch(mixed(tokens, 3, 300))
     assert (result.descriptor.mode, result.descriptor.num_tokens, result.padding) == (GraphMode.NONE, tokens, 0)
     assert result.reason is Reason.TOO_MANY_TOKENS
+
+
+def test_mixed_step_above_the_top_is_too_large_rather_than_mixed() -> None:
+    result = dispatcher(ConfiguredMode.FULL_AND_PIECEWISE).dispatch(mixed(513, 3, 300))
+    assert (result.descriptor.mode, result.reason) == (GraphMode.NONE, Reason.TOO_MANY_TOKENS)
 
 
 def test_more_decodes_than_full_graphs_hold() -> None:
@@ -168,3 +174,58 @@ def test_further_dimensions_are_part_of_the_match() -> None:
 
 def test_every_reason_has_a_sentence() -> None:
     assert all(reason.sentence for reason in Reason)
+
+
+def capped(sizes: list[int], max_waste: float | None, mode: ConfiguredMode = ConfiguredMode.PIECEWISE) -> Dispatcher:
+    return Dispatcher(plan_descriptors(Ladder.custom(sizes), mode, max_num_requests=64), max_waste=max_waste)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_waste", "mode", "reason"),
+    [
+        (31, 2.0, "none", Reason.PADDING),
+        (32, 2.0, "piecewise", Reason.BEST),
+        (31, None, "piecewise", Reason.BEST),
+        (50, 1.2, "none", Reason.PADDING),
+        (65, 2.0, "none", Reason.TOO_MANY_TOKENS),
+    ],
+)
+def test_step_is_not_padded_beyond_the_waste_cap(tokens: int, max_waste: float | None, mode: str, reason: Reason) -> None:
+    result = capped([4, 64], max_waste).dispatch(mixed(tokens, 2, tokens - 1))
+    assert (result.descriptor.mode, result.reason) == (mode, reason)
+    assert result.descriptor.num_tokens == (tokens if mode == "none" else 64)
+
+
+def test_padding_to_eight_is_never_too_much() -> None:
+    assert capped([8, 16], 2.0).dispatch(mixed(1, 1, 1)).descriptor.num_tokens == 8
+    assert capped([16], 2.0).dispatch(mixed(1, 1, 1)).reason is Reason.PADDING
+
+
+def test_wasteful_full_graph_gives_way_to_a_piecewise_one() -> None:
+    piecewise = Descriptor(mode=GraphMode.PIECEWISE, num_tokens=16)
+    full = Descriptor(mode=GraphMode.FULL, num_tokens=64, num_requests=64, uniform_query_len=1, max_query_len=1)
+    result = Dispatcher([piecewise, full]).dispatch(decode(10))
+    assert (result.descriptor, result.reason) == (piecewise, Reason.PADDING)
+
+
+def test_failed_capture_below_a_wasteful_one_is_the_reason() -> None:
+    failed = {Descriptor(mode=GraphMode.PIECEWISE, num_tokens=16)}
+    planned = [*failed, Descriptor(mode=GraphMode.PIECEWISE, num_tokens=64)]
+    assert Dispatcher(planned, failed=failed).dispatch(mixed(10, 2, 9)).reason is Reason.CAPTURE_FAILED
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_the_default_ladder_never_meets_the_waste_cap(query_len: int) -> None:
+    for maximum in range(1, 130):
+        planned = plan_descriptors(Ladder.up_to(maximum), ConfiguredMode.PIECEWISE, max_num_requests=maximum)
+        chosen = Dispatcher(planned)
+        assert all(chosen.dispatch(decode(n, query_len)).reason is Reason.BEST for n in range(1, maximum // query_len + 1))
+
+
+def test_waste_cap_below_one_is_refused() -> None:
+    with pytest.raises(LadderError, match=r"0\.5"):
+        capped([4], 0.5)
+
+
+def test_every_reason_has_an_advice() -> None:
+    assert all(reason.advice for reason in Reason)

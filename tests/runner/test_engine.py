@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rung.errors import PromptTooLongError, RequestError
+from rung.errors import PromptTooLongError, RequestError, StateError
 from rung.runner import Completion, FinishReason, SamplingParams, Update
 from rung.runner.text import StopText
 from tests.runner.tiny import VOCAB, LetterTokenizer, TinyModel, make_engine
@@ -179,3 +179,32 @@ def test_an_unseeded_request_tells_its_seed() -> None:
 def test_a_wrong_number_of_parameters_is_refused() -> None:
     with pytest.raises(RequestError, match="1 sampling parameters came for 2 prompts"):
         make_engine()[0].generate([[1], [2]], [SamplingParams()])
+
+
+def test_own_ids_pass_over_those_in_use() -> None:
+    engine, _ = make_engine(TinyModel())
+    engine.add_request([1], request_id="request-0")
+    assert engine.add_request([2]) != "request-0"
+
+
+def test_second_runner_of_one_module_is_noticed_by_the_first() -> None:
+    model = TinyModel()
+    first, _ = make_engine(model)
+    first.add_request([1, 2, 3], SamplingParams(max_tokens=6))
+    first.step()
+    make_engine(model)
+    with pytest.raises(StateError, match="another runner"):
+        first.step()
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [True]])
+def test_prompt_that_is_none(prompt: object) -> None:
+    engine, _ = make_engine(TinyModel())
+    with pytest.raises(RequestError):
+        engine.add_request(prompt)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_stop_text_that_is_complete_first_wins_however_the_text_is_cut(size: int) -> None:
+    stop, text = StopText(["a", "bab"]), "babaa"
+    assert "".join(stop.add(text[at : at + size]) for at in range(0, len(text), size)) == "b"

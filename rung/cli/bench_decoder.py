@@ -57,6 +57,12 @@ class SwitchedForward(Forward):
         forward = self._eager if self.mode == "eager" else self._graphs
         return forward.run(dispatch, input_ids, positions, context)
 
+    def advances(self, dispatch: Dispatch) -> bool:
+        return self.mode == "full" and self._graphs.advances(dispatch)
+
+    def advance(self, dispatch: Dispatch) -> torch.Tensor:
+        return self._graphs.advance(dispatch)
+
 
 def _describe(asked: str, choice: Dispatch) -> str:
     """The mode that runs, its padded size, and why it is not the one asked for."""

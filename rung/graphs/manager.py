@@ -61,7 +61,8 @@ class GraphManager:
 
     `inputs` are the plan's inputs in order: static buffers, or values that never change. The caller writes into the buffers and then calls
     `run`. `prepare(descriptor)` is entered around each warm-up and each capture: it sets the forward context with harmless metadata for
-    that size and must leave what it changes as it was. `parameters` lists what graphs read besides their inputs, for the address check.
+    that size and must leave what it changes as it was. `plan_of` names the plan of a
+    descriptor that runs another one over the same inputs. `parameters` lists what graphs read besides their inputs, for the address check.
 
     Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream."""
 
@@ -75,8 +76,10 @@ class GraphManager:
         counters: Counters | None = None,
         generators: Sequence[torch.Generator] = (),
         parameters: NamedTensors | None = None,
+        plan_of: Callable[[Descriptor], BoundPlan] | None = None,
     ) -> None:
         self.plan = plan
+        self._plan_of = plan_of or (lambda descriptor: plan)
         self.backend = backend
         self.inputs = tuple(inputs)
         self.dim = dim
@@ -142,11 +145,11 @@ class GraphManager:
         started = time.perf_counter()
         inputs = self._views(descriptor)
         with prepare(descriptor):
-            warm_up(self.plan, descriptor, inputs)
+            warm_up(self._plan_of(descriptor), descriptor, inputs)
         if self._guard is not None:
             self._guard.snapshot()
         with prepare(descriptor):
-            program = capture_program(self.plan, self.backend, pool, descriptor, inputs, self._generators)
+            program = capture_program(self._plan_of(descriptor), self.backend, pool, descriptor, inputs, self._generators)
         self._programs[descriptor] = program
         self.failed.discard(descriptor)
         self.counters.add(Count.CAPTURES)

@@ -27,6 +27,10 @@ class RunnerConfig:
     graphs: Mode = "none"
     decode_query_lens: tuple[int, ...] = (1,)  # tokens of a decode that full graphs are made for; (1, 4) with three drafts a request
     capture_sizes: tuple[int, ...] | None = None  # None: the default ladder
+    # Full decode graphs build their inputs, sample and advance the requests themselves. None: on CUDA; a CPU has no launches to save, and
+    # would draw noise for greedy rows too.
+    decode_in_graph: bool | None = None
+    replay_steps: int = 1  # decode steps in a row without the host, when no request waits; tokens then come in groups
     lazy_capture: bool = False  # capture each size at its first step
     max_waste: float | None = 2.0  # pad a step to at most so many times its tokens, else run it without a graph; None: no cap
     step_trace: str | Path | None = None  # `build_runner` appends a line for each step to this file (docs/trace.md)
@@ -36,7 +40,7 @@ class RunnerConfig:
     def __post_init__(self) -> None:
         if self.graphs not in get_args(Mode):
             raise ConfigError(f"graphs must be one of {', '.join(get_args(Mode))}; got {self.graphs!r}", hint="use 'none' if unsure")
-        for name in ("max_num_requests", "max_num_tokens", "max_model_len", "block_size", "steps_in_flight"):
+        for name in ("max_num_requests", "max_num_tokens", "max_model_len", "block_size", "steps_in_flight", "replay_steps"):
             _at_least(name, getattr(self, name), 1)
         if self.max_model_len < 2:
             raise ConfigError(

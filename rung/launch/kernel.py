@@ -78,8 +78,8 @@ class PreboundKernel:
     ) -> None:
         loaded.check_loaded()
         image = loaded.image
-        self.grid = grid
         self._loaded, self._allocate = loaded, allocate
+        self.grid = grid
         self._buffer = ParameterBuffer(image.parameters)
         self._slots = [index for index, parameter in enumerate(image.parameters) if not parameter.is_scratch]
         self._scratch = [(index, _scratch_of(image, p)) for index, p in enumerate(image.parameters) if p.is_scratch]
@@ -103,21 +103,32 @@ class PreboundKernel:
 
     def launch(self, stream: int) -> None:
         """Enqueue the kernel on `stream`, a raw handle. Works in a capture, which keeps the arguments as they are now."""
-        if not self._loaded.is_loaded:
+        if self._loaded.function is None:
             self._loaded.check_loaded()
-        x, y, z = self.grid
-        if x * y * z == 0:
+        x, y, z = self._blocks
+        if not (x and y and z):
             return
-        cluster = self._loaded.image.cluster
-        kept = [self._lend_scratch(index, scratch, x * y * z, stream) for index, scratch in self._scratch]
-        self._launch(x * cluster[0], y * cluster[1], z * cluster[2], stream)
-        del kept  # memory of the stream: whoever gets it next comes after this launch
+        if self._scratch:
+            kept = [self._lend_scratch(index, scratch, x * y * z, stream) for index, scratch in self._scratch]
+            self._launch(x, y, z, stream)
+            del kept  # memory of the stream: whoever gets it next comes after this launch
+        else:
+            self._launch(x, y, z, stream)
 
-    def _lend_scratch(self, index: int, scratch: Scratch, programs: int, stream: int) -> HasAddress:
-        assert self._allocate is not None
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """The grid in clusters; with clusters of one block, as usual, in blocks. An empty one launches nothing."""
+        return self._grid
+
+    @grid.setter
+    def grid(self, grid: tuple[int, int, int]) -> None:
         cluster = self._loaded.image.cluster
-        needed = programs * cluster[0] * cluster[1] * cluster[2] * scratch.size
-        memory = self._allocate(needed + scratch.alignment - 1, stream)
+        self._grid = grid
+        self._blocks = grid[0] * cluster[0], grid[1] * cluster[1], grid[2] * cluster[2]
+
+    def _lend_scratch(self, index: int, scratch: Scratch, blocks: int, stream: int) -> HasAddress:
+        assert self._allocate is not None
+        memory = self._allocate(blocks * scratch.size + scratch.alignment - 1, stream)
         self._buffer.set(index, -(-memory.data_ptr() // scratch.alignment) * scratch.alignment)
         return memory
 

@@ -63,8 +63,8 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
     The key holds dtypes, devices and alignment of tensors, specialised integers as they are, constexprs and options; other numbers are not
     looked at before they are packed. `names` must give `find(key)`, `miss(key, values, constants, options)`, `current_device()`,
     `current_stream(ordinal)`, `elsewhere(ordinal, entry, grid)` for another device than the current one, and
-    `refused(ordinal, grid, values, constants, options)` for numbers that do not fit the entry's parameters. An entry has `lock`,
-    `pack_into`, `bytes` and `launch(x, y, z, stream)`."""
+    `refused(ordinal, grid, entry, values, constants, options)` for numbers that do not fit the entry's parameters. An entry has
+    `lock`, `pack_into`, `bytes` and `launch(x, y, z, stream)`."""
     arguments = [p for p in parameters if not p.constexpr]
     constexprs = [p.name for p in parameters if p.constexpr]
     if len(values) != len(arguments):
@@ -88,6 +88,9 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
         f"def run(_grid, {', '.join(p.name for p in arguments)}, *, "
         + ", ".join([*constexprs, *(f"{name}={default!r}" for name, default in OPTIONS.items())])
         + "):",
+        "    _x, _y, _z = _grid",
+        "    if not (_x and _y and _z):",
+        "        return",
         f"    _device = {tensors[0].name}.get_device()",
         *(f"    {place} = {name}.data_ptr()" for name, place in address.items()),
         f"    _aligned = ({' | '.join(aligned or ['0'])}) & 15",
@@ -97,7 +100,6 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
         "    _entry = _find(_key)",
         "    if _entry is None:",
         f"        _entry = _miss(_key, {given})",
-        "    _x, _y, _z = _grid",
         "    try:",
         "        with _entry.lock:",
         f"            _entry.pack_into(_entry.bytes, 0, {', '.join(packed)})",
@@ -106,7 +108,7 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
         "            else:",
         "                _elsewhere(_device, _entry, _grid)",
         "    except _misfits:",
-        f"        _refused(_device, _grid, {given})",
+        f"        _refused(_device, _grid, _entry, {given})",
     ]
     space: dict[str, Any] = {f"_{name}": value for name, value in names.items()}
     space["_misfits"] = (struct.error, OverflowError)

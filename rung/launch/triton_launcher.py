@@ -128,11 +128,15 @@ class TritonLauncher:
         self,
         ordinal: int,
         grid: tuple[int, int, int],
+        entry: _Entry,
         values: Sequence[Any],
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
         """A number did not fit: either it needs a wider parameter, which is another image, or it is of another type."""
+        for parameter, value in zip(entry.buffer.parameters, values, strict=False):
+            if isinstance(value, float) and parameter.kind in ("i32", "i64", "u64"):
+                raise KernelArgumentError(f"{self.name}: {parameter.name} is {value}, and was an integer before", hint="pass an int")
         numbers = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in values]
         with self._lock:
             wider = self._entry(values, constants, options)
@@ -170,9 +174,4 @@ class _Entry:
 def _launch(loaded: LoadedKernel, image: KernelImage, buffer: ParameterBuffer) -> Launcher:
     launcher = loaded.driver.prepare(loaded.function, launch_attributes(image), buffer.table_address)
     blocks = image.cluster[0]
-
-    def launch(x: int, y: int, z: int, stream: int) -> None:
-        if x * y * z:
-            launcher(x * blocks, y, z, stream)
-
-    return launch
+    return launcher if blocks == 1 else lambda x, y, z, stream: launcher(x * blocks, y, z, stream)

@@ -57,6 +57,11 @@ class TritonLauncher:
         """How this kernel is launched, a `launch_road()`."""
         return self._road or launch_road()
 
+    @property
+    def loaded(self) -> list[LoadedKernel]:
+        """The specialisations that were launched in this process."""
+        return [entry.loaded for entry in self._by_image.values()]
+
     @functools.cached_property
     def parameters(self) -> tuple[TritonParameter, ...]:
         return self.images.parameters()

@@ -22,7 +22,6 @@ from rung.graphs.dispatch import Dispatch, capture_order
 from rung.graphs.guard import AddressGuard, NamedTensors
 from rung.graphs.outputs import Outputs
 from rung.graphs.program import ReplayProgram
-from rung.graphs.reasons import Reason
 
 Prepare = Callable[[Descriptor], AbstractContextManager[Any]]
 
@@ -62,7 +61,8 @@ class GraphManager:
 
     `inputs` are the plan's inputs in order: static buffers, or values that never change. The caller writes into the buffers and then calls
     `run`. `prepare(descriptor)` is entered around each warm-up and each capture: it sets the forward context with harmless metadata for
-    that size and must leave what it changes as it was. `parameters` lists what graphs read besides their inputs, for the address check.
+    that size and must leave what it changes as it was. `plan_of` names the plan of a
+    descriptor that runs another one over the same inputs. `parameters` lists what graphs read besides their inputs, for the address check.
 
     Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream."""
 
@@ -76,8 +76,10 @@ class GraphManager:
         counters: Counters | None = None,
         generators: Sequence[torch.Generator] = (),
         parameters: NamedTensors | None = None,
+        plan_of: Callable[[Descriptor], BoundPlan] | None = None,
     ) -> None:
         self.plan = plan
+        self._plan_of = plan_of or (lambda descriptor: plan)
         self.backend = backend
         self.inputs = tuple(inputs)
         self.dim = dim
@@ -143,11 +145,11 @@ class GraphManager:
         started = time.perf_counter()
         inputs = self._views(descriptor)
         with prepare(descriptor):
-            warm_up(self.plan, descriptor, inputs)
+            warm_up(self._plan_of(descriptor), descriptor, inputs)
         if self._guard is not None:
             self._guard.snapshot()
         with prepare(descriptor):
-            program = capture_program(self.plan, self.backend, pool, descriptor, inputs, self._generators)
+            program = capture_program(self._plan_of(descriptor), self.backend, pool, descriptor, inputs, self._generators)
         self._programs[descriptor] = program
         self.failed.discard(descriptor)
         self.counters.add(Count.CAPTURES)
@@ -159,7 +161,7 @@ class GraphManager:
         """Run one step over what the buffers hold: replay the descriptor's graphs, or the plan itself at exact sizes for mode NONE.
 
         Raises `CaptureError` when the descriptor was neither captured nor planned lazily, `AddressChangedError` when inputs moved."""
-        dispatch = step if isinstance(step, Dispatch) else Dispatch(step, Reason.BEST)
+        dispatch = step if isinstance(step, Dispatch) else Dispatch(step)
         descriptor = dispatch.descriptor
         with self._lock:
             if descriptor.mode is GraphMode.NONE:
@@ -175,7 +177,7 @@ class GraphManager:
 
     def count_step(self, dispatch: Dispatch) -> None:
         """Count a step under `step.<mode>.<reason>`; for callers that run a step without the manager."""
-        self.counters.add(f"step.{dispatch.descriptor.mode}.{dispatch.reason}")
+        self.counters.add(dispatch.counter)
 
     def can_replay(self, descriptor: Descriptor) -> bool:
         """Whether `run` would replay without capturing first."""

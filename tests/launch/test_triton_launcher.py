@@ -17,7 +17,7 @@ from rung.errors import KernelArgumentError
 from rung.launch import launch_road
 from rung.launch.image import KernelImage, Parameter
 from rung.launch.specialise import Specialisation
-from rung.launch.triton_images import TritonImages
+from rung.launch.triton_images import TritonImages, _source_hash
 from rung.launch.triton_launcher import TritonLauncher
 from rung.torch_compat import TritonParameter
 from tests.launch.fakes import FakeDriver, FakeTensor
@@ -236,3 +236,19 @@ def test_a_damaged_image_is_built_again(tmp_path: Path) -> None:
     for blob in (tmp_path / "blobs").iterdir():
         blob.write_bytes(b"damaged")
     assert run(tmp_path)[:2] == ["1", "0"]
+
+
+def test_the_key_covers_what_a_module_imports_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "toys"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "kernels.py").write_text("import os\nfrom toys.helpers import helper\n")
+    (package / "helpers.py").write_text("from toys.deeper import thing\n")
+    (package / "deeper.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hashes = [_source_hash.__wrapped__("toys.kernels")]
+    for name in ("deeper", "helpers", "kernels"):
+        with (package / f"{name}.py").open("a") as file:
+            file.write("# changed\n")
+        hashes.append(_source_hash.__wrapped__("toys.kernels"))
+    assert len(set(hashes)) == 4

@@ -103,7 +103,10 @@ class CudaDriver(Driver):
 
         self._cuda: ModuleType = driver
         self._contexts: dict[int, Any] = {}
-        self._call(driver.cuInit, 0)
+        try:
+            self._call(driver.cuInit, 0)
+        except Exception as error:  # without a driver library cuda-bindings raise what they find fitting
+            raise BackendUnavailableError(f"kernels cannot be launched: {error}", hint="install the NVIDIA driver") from error
 
     def capability(self, ordinal: int) -> int:
         which = self._cuda.CUdevice_attribute

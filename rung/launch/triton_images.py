@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from rung.errors import ArtifactError, CacheError, KernelExportError
 from rung.launch.image import KernelImage
 from rung.launch.specialise import Specialisation
 from rung.launch.triton_export import export_triton
-from rung.torch_compat import TritonParameter, triton_parameters
+from rung.torch_compat import TritonParameter, triton_parameters, triton_version
 
 _FORMAT = 1
 _IMAGES = "kernels"
@@ -37,7 +36,7 @@ class TritonImages:
         self.module, self.name, self.store = module, name, store
         self.compiles = self.store_hits = 0
         self.unsaved = ""
-        self._factors = {"format": _FORMAT, "module": module, "kernel": name, "source": _source_hash(module), "triton": _triton_version()}
+        self._factors = {"format": _FORMAT, "module": module, "kernel": name, "source": _source_hash(module), "triton": triton_version()}
 
     def parameters(self) -> tuple[TritonParameter, ...]:
         """The kernel's parameters."""
@@ -122,10 +121,3 @@ def _imports(text: str, package: str) -> list[str]:
     names = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
     names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     return [name for name in names if name.startswith(package + ".")]
-
-
-def _triton_version() -> str:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return "not installed"

@@ -19,6 +19,7 @@ _HINTS = {
     200: "the kernel image is damaged; export the kernel again",
     201: "initialise CUDA on this device first, for example with torch.cuda.init()",
     209: "the machine code is for another kind of device; export the kernel for this device's compute capability",
+    500: "the machine code has no kernel of the image's entry name; export the kernel again",
     700: "an earlier kernel read or wrote outside its memory; the process must be restarted",
     701: "the kernel needs more registers or shared memory than a block can have",
     720: "a cooperative grid must fit on the device at once; launch fewer blocks",

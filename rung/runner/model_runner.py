@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from rung.attention import AttentionBackend, AttentionSpec, attention_layers
+from rung.attention import Attention, AttentionBackend, AttentionSpec, attention_layers
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.errors import ConfigError, StateError
@@ -98,6 +99,7 @@ class ModelRunner:
         self.sampler = Sampler(config.max_num_requests, transfer, ops)
         self._inputs = InputBuilder(self.buffers, self.slots, transfer, ops)
         self._checker = PlanChecker(config, self.slots, self.block_tables)
+        self.forward.watch(self.static_tensors)
         self._parked: ParkedStep | None = None
         self._trace = trace
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -145,6 +147,22 @@ class ModelRunner:
         self.ops.advance(self.slots, self.buffers.idx_mapping, self.buffers.query_start_loc, sampled, num_sampled)
         self._advance_mirrors(batch)
         return output
+
+    def weights_changed(self) -> None:
+        """Say that parameters or buffers of the module were replaced: all addresses are checked now, and `RunnerConfig.on_address_change`
+        is followed (it may raise `AddressChangedError`). Values written in place need no call."""
+        self.forward.weights_changed()
+
+    def static_tensors(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What captured attention reads besides the module's own tensors, by name: KV cache and the buffers of the step."""
+        for name, layer in self.layers.items():
+            for part in ("key", "value"):
+                yield f"{name}.kv_cache.{part}", partial(_cache_part, layer, part)
+        for field_name in ("is_padding", "query_start_loc", "seq_lens", "idx_mapping"):
+            yield f"{field_name} (input buffer)", partial(getattr, self.buffers, field_name)
+        for index, table in enumerate(self.block_tables):
+            for attribute in ("batch", "slot_mapping"):
+                yield f"block table {index} {attribute}", partial(getattr, table, attribute)
 
     @torch.no_grad()
     def dummy_run(self, query_lens: npt.NDArray[np.int32], *, decode: bool = False, dispatch: Dispatch | None = None) -> torch.Tensor:
@@ -246,3 +264,7 @@ class ModelRunner:
             if layer.spec not in backends:
                 backends[layer.spec] = backend(layer.spec)
             layer.bind(backends[layer.spec], self.kv_caches[name])
+
+
+def _cache_part(layer: Attention, part: str) -> object:
+    return getattr(layer.kv_cache, part, None)

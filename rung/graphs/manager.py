@@ -152,7 +152,7 @@ class GraphManager:
         started = time.perf_counter()
         inputs = self._views(descriptor)
         with prepare(descriptor):
-            warm_up(self.plan, descriptor, inputs)
+            warm_up(self.plan, self.backend.device, descriptor, inputs, self._generators)
         if self._guard is not None and self._guard.knows_nothing:
             self._guard.snapshot()
         with prepare(descriptor):

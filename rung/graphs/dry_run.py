@@ -92,11 +92,7 @@ class DryRun:
         if name in ("aten::_to_copy", "aten::copy_"):
             self._copy(name, arguments, keywords)
         for value in flat:
-            if (
-                isinstance(value, torch.Generator)
-                and value.device.type == self._device.type
-                and generator_key(value) not in self._registered
-            ):
+            if isinstance(value, torch.Generator) and self._is_unregistered(value):
                 self._add(
                     GeneratorError,
                     f"{name} draws from a generator that is not registered: every replay would draw the same numbers",

@@ -20,6 +20,7 @@ Place = tuple[Any, ...]  # address, shape, strides, dtype, device; empty for wha
 
 PART = 64  # tensors and submodules looked at in a step: about 15 us on the host, while the device works
 _STATIC = "static input "
+_SHOWN = 4  # names in a message
 _ALIGNMENT = 16  # bytes; compiled code may use vector loads where an address was aligned when it was traced
 
 
@@ -59,6 +60,7 @@ class AddressGuard:
         self._held: dict[str, torch.Tensor] = {}
         self._ties: dict[str, str] = {}  # name -> first name of the same tensor
         self._entries: list[tuple[Read, object, int]] = []  # what a sweep looks at: reader, object, address or 0
+        self._canary: list[tuple[Read, object, int]] = []  # one tensor that every sweep looks at: conversions of a module move them all
         self._next = 0
         self.suspect = False  # something had moved when last looked
 
@@ -81,14 +83,14 @@ class AddressGuard:
         self._places.clear()
         self._held.clear()
         self._ties.clear()
-        self._entries = []
+        self._entries, self._canary = [], []
         self.suspect = False
 
     def sweep(self, *, everything: bool = False) -> list[str]:
         """Look at the next part (or at everything) by identity and address, and closely when that shows a difference. Names what moved."""
         start, stop = (0, None) if everything else (self._next, self._next + self.addresses.part)
         self._next = 0 if stop is None or stop >= len(self._entries) else stop
-        for read, seen, address in self._entries[start:stop]:
+        for read, seen, address in (*self._canary, *self._entries[start:stop]):
             value = read()
             if value is not seen or (address and value.data_ptr() != address):  # type: ignore[attr-defined]
                 return self.moved()
@@ -105,7 +107,6 @@ class AddressGuard:
 
     def refuse(self, moved: Sequence[str]) -> None:
         """Raise `AddressChangedError` when the policy says so, or when the plan could not take what lies there now."""
-        more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
         why_not = self._why_not_rebind(moved)
         if why_not:
             raise AddressChangedError(
@@ -114,8 +115,9 @@ class AddressGuard:
                 names=moved,
             )
         if self.addresses.on_change == "raise":
+            shown = ", ".join(map(repr, moved[:_SHOWN])) + (f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else "")
             raise AddressChangedError(
-                f"{moved[0]!r}{more} lies at another address than at capture: graphs would read the old values",
+                f"not where they were at capture: {shown}; graphs would read the old values",
                 hint='write new values in place (copy_), capture again, or pass on_address_change="recapture"',
                 names=moved,
             )
@@ -147,6 +149,7 @@ class AddressGuard:
     def _refresh(self) -> None:
         found = [(read, read()) for _, read in self._watched()]
         self._entries = [(read, value, value.data_ptr() if isinstance(value, torch.Tensor) else 0) for read, value in found]
+        self._canary = [entry for entry in self._entries if entry[2]][:1]
 
 
 def _place(value: object) -> Place:

@@ -49,7 +49,8 @@ class DryRun:
         if device.type == "cpu":
             self._registered.add(generator_key(torch.default_generator))
         elif device.type == "cuda" and torch.cuda.is_available():
-            index = torch.cuda.current_device() if device.index is None else device.index
+            current = torch.cuda.current_device()  # starts CUDA, which makes the default generators
+            index = current if device.index is None else device.index
             self._registered.add(generator_key(torch.cuda.default_generators[index]))
         self._stop = stop
         self._streams = SideStreams(device, capturing=stop) if device.type == "cuda" and torch.cuda.is_available() else None

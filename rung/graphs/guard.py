@@ -12,6 +12,7 @@ from torch import nn
 
 from rung.errors import AddressChangedError
 from rung.graphs.buffers import StaticBuffer
+from rung.graphs.descriptor import Descriptor
 
 Read = Callable[[], object]
 Watched = Callable[[], Iterable[tuple[str, Read]]]  # names, and how to read what bears them now; walked again for a complete check
@@ -40,13 +41,15 @@ class Addresses:
     "raise": `AddressChangedError`, and no graph runs until everything lies where it lay or the graphs are captured again. "recapture": the
     step is run again through new graphs, the others are captured at their next step. "none": the steps run without graphs. `rebind` makes
     the plan read the module's tensors anew. `before_replay`: look at everything before each replay, not at a part behind it. Plans that
-    update state need it: a replay on old addresses could not be repeated. Writing the same KV-cache rows twice is no such state."""
+    update state need it: a replay on old addresses could not be repeated. Writing the same KV-cache rows twice is no such state. A step
+    that is not `is_repeatable` raises whatever the policy when a change is seen behind it, unless `weights_changed` came first."""
 
     watched: Watched
     on_change: AddressPolicy = "raise"
     rebind: Callable[[], None] | None = None
     before_replay: bool = False
     part: int = PART
+    is_repeatable: Callable[[Descriptor], bool] = lambda descriptor: True  # whether running a step of it twice is like running it once
 
 
 class AddressGuard:
@@ -105,7 +108,7 @@ class AddressGuard:
             self._refresh()  # other objects over the same memory
         return moved
 
-    def refuse(self, moved: Sequence[str]) -> None:
+    def refuse(self, moved: Sequence[str], *, repeatable: bool = True) -> None:
         """Raise `AddressChangedError` when the policy says so, or when the plan could not take what lies there now."""
         why_not = self._why_not_rebind(moved)
         if why_not:
@@ -114,11 +117,13 @@ class AddressGuard:
                 hint="put back what was there, or build the runner (wrap the module) again",
                 names=moved,
             )
-        if self.addresses.on_change == "raise":
+        if self.addresses.on_change == "raise" or not repeatable:
             shown = ", ".join(map(repr, moved[:_SHOWN])) + (f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else "")
             raise AddressChangedError(
                 f"not where they were at capture: {shown}; graphs would read the old values",
-                hint='write new values in place (copy_), capture again, or pass on_address_change="recapture"',
+                hint='write new values in place (copy_), capture again, or pass on_address_change="recapture"'
+                if repeatable
+                else "the step has advanced the requests: call weights_changed() between replacing a tensor and the next step",
                 names=moved,
             )
 

@@ -63,8 +63,9 @@ class GraphManager:
 
     `inputs` are the plan's inputs in order: static buffers, or values that never change. The caller writes into the buffers and then calls
     `run`. `prepare(descriptor)` is entered around each warm-up and each capture: it sets the forward context with harmless metadata for
-    that size and must leave what it changes as it was. `addresses` says what graphs read besides their inputs, and what happens when that
-    moves: it is looked at behind each replay, before outputs are handed out.
+    that size and must leave what it changes as it was. `plan_of` names the plan of a
+    descriptor that runs another one over the same inputs. `addresses` says what graphs read besides their inputs, and what happens when
+    that moves: it is looked at behind each replay, before outputs are handed out.
 
     Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream."""
 
@@ -78,8 +79,10 @@ class GraphManager:
         counters: Counters | None = None,
         generators: Sequence[torch.Generator] = (),
         addresses: Addresses | None = None,
+        plan_of: Callable[[Descriptor], BoundPlan] | None = None,
     ) -> None:
         self.plan = plan
+        self._plan_of = plan_of or (lambda descriptor: plan)
         self.backend = backend
         self.inputs = tuple(inputs)
         self.dim = dim
@@ -152,11 +155,11 @@ class GraphManager:
         started = time.perf_counter()
         inputs = self._views(descriptor)
         with prepare(descriptor):
-            warm_up(self.plan, self.backend.device, descriptor, inputs, self._generators)
+            warm_up(self._plan_of(descriptor), self.backend.device, descriptor, inputs, self._generators)
         if self._guard is not None and self._guard.knows_nothing:
             self._guard.snapshot()
         with prepare(descriptor):
-            program = capture_program(self.plan, self.backend, pool, descriptor, inputs, self._generators)
+            program = capture_program(self._plan_of(descriptor), self.backend, pool, descriptor, inputs, self._generators)
         self._programs[descriptor] = program
         self.failed.discard(descriptor)
         self.counters.add(Count.CAPTURES)
@@ -168,9 +171,9 @@ class GraphManager:
         """Run one step over what the buffers hold: replay the descriptor's graphs, or the plan itself at exact sizes for mode NONE.
 
         Raises `CaptureError` when the descriptor was neither captured nor planned lazily, `AddressChangedError` when what graphs read
-        moved and the policy is to raise."""
+        moved and the policy is to raise, or when the step cannot be repeated."""
         self._home.check()
-        dispatch = step if isinstance(step, Dispatch) else Dispatch(step, Reason.BEST)
+        dispatch = step if isinstance(step, Dispatch) else Dispatch(step)
         with self._lock:
             if self._guard is None:
                 return self._run(dispatch)
@@ -180,13 +183,13 @@ class GraphManager:
             moved = self._guard.sweep()
             if not moved:
                 return outputs
-            self._follow(moved)
+            self._follow(moved, after=dispatch.descriptor)
             return self._run(dispatch)  # the outputs of stale addresses are dropped
 
     def _run(self, dispatch: Dispatch) -> Outputs:
         descriptor = dispatch.descriptor
         if self.without_graphs and descriptor.mode is not GraphMode.NONE:
-            dispatch = Dispatch(replace(descriptor, mode=GraphMode.NONE), Reason.ADDRESS_CHANGED, dispatch.padding)
+            dispatch = replace(dispatch, descriptor=replace(descriptor, mode=GraphMode.NONE), reason=Reason.ADDRESS_CHANGED)
         if dispatch.descriptor.mode is GraphMode.NONE:
             if self._guard is not None and self._guard.knows_nothing:
                 self._guard.snapshot()
@@ -202,7 +205,7 @@ class GraphManager:
 
     def count_step(self, dispatch: Dispatch) -> None:
         """Count a step under `step.<mode>.<reason>`; for callers that run a step without the manager."""
-        self.counters.add(f"step.{dispatch.descriptor.mode}.{dispatch.reason}")
+        self.counters.add(dispatch.counter)
 
     def can_replay(self, descriptor: Descriptor) -> bool:
         """Whether `run` would replay without capturing first."""
@@ -265,13 +268,14 @@ class GraphManager:
 
     # --- inside ---
 
-    def _follow(self, moved: Sequence[str]) -> None:
-        """Follow the address policy: raises, or makes the plan read what lies there now and frees the graphs that do not."""
+    def _follow(self, moved: Sequence[str], *, after: Descriptor | None = None) -> None:
+        """Follow the address policy: raises, or makes the plan read what lies there now and frees the graphs that do not. `after`: a step
+        of that descriptor has run already."""
         if not moved:
             return
         assert self._guard is not None
         addresses = self._guard.addresses
-        self._guard.refuse(moved)
+        self._guard.refuse(moved, repeatable=after is None or addresses.is_repeatable(after))
         self.counters.add(Count.ADDRESS_CHANGES)
         if addresses.rebind is not None:
             addresses.rebind()

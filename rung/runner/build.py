@@ -20,6 +20,7 @@ from rung.config import CompileConfig
 from rung.counters import Counters
 from rung.errors import ConfigError
 from rung.graphs import CaptureReport, ConfiguredMode, make_backend, plan_descriptors, resolve_mode
+from rung.graphs.capture import has_host_breaks
 from rung.graphs.guard import Addresses, module_tensors
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Engine
@@ -124,7 +125,13 @@ def _graph_forward(
     addresses: Addresses,
 ) -> GraphForward:
     mode = ConfiguredMode(config.graphs)
-    descriptors = plan_descriptors(capture_ladder(config), mode, max_num_requests=config.max_num_requests, capture_support=support)
+    descriptors = plan_descriptors(
+        capture_ladder(config),
+        mode,
+        max_num_requests=config.max_num_requests,
+        uniform_query_lens=config.decode_query_lens,
+        capture_support=support,
+    )
     return GraphForward(
         compiled,
         make_backend(device),
@@ -132,7 +139,7 @@ def _graph_forward(
         config,
         vocab_size=module.config.vocab_size,
         device=device,
-        resolved=resolve_mode(mode, support),
+        resolved=resolve_mode(mode, support, max(config.decode_query_lens), host_breaks=has_host_breaks(compiled)),
         addresses=addresses,
         counters=counters,
     )

@@ -16,41 +16,30 @@ from rung.graphs import (
     BufferSpec,
     CaptureReport,
     Descriptor,
+    Dispatch,
     Dispatcher,
     GraphBackend,
     GraphManager,
     GraphMode,
     Reason,
-    Shape,
     StaticBuffer,
     exact,
 )
-from rung.graphs.dispatch import Dispatch as GraphDispatch
 from rung.graphs.dispatch import ResolvedMode
 from rung.graphs.guard import Addresses, Watched
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
-from rung.runner.forward import Dispatch, Forward
+from rung.runner.decode import DecodePlan, DecodeStep
+from rung.runner.forward import Forward
 
 DIM = "tokens"
-
-
-def batch_shape(batch: Batch) -> Shape:
-    """What the dispatcher asks about a batch."""
-    return Shape(
-        num_tokens=batch.num_tokens,
-        num_requests=batch.num_requests,
-        uniform_query_len=batch.uniform_query_len,
-        max_query_len=batch.max_query_len,
-    )
 
 
 class GraphForward(Forward):
     """FULL replays with everything in place; PIECEWISE replays inside the forward context, for the breaks; NONE runs the plan.
 
-    `plan` takes (input_ids, positions) and returns hidden states. `addresses`: what the graphs read besides their inputs.
-    The input buffers belong to this forward, the runner fills them. The
-    hidden states are borrowed from the graphs until the next step."""
+    `plan` takes (input_ids, positions) and returns hidden states. `addresses`: what the graphs read besides their inputs. The input
+    buffers belong to this forward, the runner fills them. The hidden states are borrowed from the graphs until the next step."""
 
     def __init__(
         self,
@@ -76,10 +65,21 @@ class GraphForward(Forward):
         self._watched: Watched = tuple  # the runner's, once there is one
         if addresses is not None:
             module = addresses.watched
-            addresses = replace(addresses, watched=lambda: chain(module(), self._watched()))
+            addresses = replace(
+                addresses,
+                watched=lambda: chain(module(), self._watched()),
+                is_repeatable=lambda descriptor: not self.advances(Dispatch(descriptor)),
+            )
         self.descriptors = tuple(descriptors)
+        self._decode_plan: DecodePlan | None = None
         self.manager = GraphManager(
-            plan, backend, inputs=(self._input_ids, self._positions), dim=DIM, counters=counters, addresses=addresses
+            plan,
+            backend,
+            inputs=(self._input_ids, self._positions),
+            dim=DIM,
+            counters=counters,
+            addresses=addresses,
+            plan_of=self._plan_of,
         )
         self.dispatcher = Dispatcher(self.descriptors, resolved=resolved, failed=self.manager.failed, max_waste=config.max_waste)
 
@@ -88,14 +88,23 @@ class GraphForward(Forward):
 
     def capture(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]], *, lazy: bool = False) -> CaptureReport:
         """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step."""
-        return self.manager.capture(self.descriptors, lambda descriptor: dummy_context(_as_dispatch(descriptor)), lazy=lazy)
+        return self.manager.capture(self.descriptors, lambda descriptor: dummy_context(Dispatch(descriptor)), lazy=lazy)
+
+    def bind_decode(self, decode: DecodeStep) -> None:
+        self._decode_plan = DecodePlan(self._plan, decode)
+
+    def advances(self, dispatch: Dispatch) -> bool:
+        return self._decode_plan is not None and _is_decode(dispatch.descriptor)
+
+    def advance(self, dispatch: Dispatch) -> torch.Tensor:
+        logits: torch.Tensor = self.manager.run(dispatch).borrow()[0]
+        return logits
 
     def dispatch(self, batch: Batch, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """The mode and padded sizes for this batch, in no better mode than `best`."""
-        shape = batch_shape(batch)
         if self.manager.without_graphs:
-            return self.as_dispatch(GraphDispatch(exact(shape), Reason.ADDRESS_CHANGED))
-        return self.as_dispatch(self.dispatcher.dispatch(shape, best=best))
+            return Dispatch(exact(batch.shape), Reason.ADDRESS_CHANGED)
+        return self.dispatcher.dispatch(batch.shape, best=best)
 
     def watch(self, tensors: Watched) -> None:
         self._watched = tensors
@@ -103,25 +112,15 @@ class GraphForward(Forward):
     def weights_changed(self) -> None:
         self.manager.weights_changed()
 
-    @staticmethod
-    def as_dispatch(choice: GraphDispatch) -> Dispatch:
-        """The runner's view of a decision of the dispatcher."""
-        return _as_dispatch(choice.descriptor, choice)
+    def _plan_of(self, descriptor: Descriptor) -> BoundPlan:
+        return self._decode_plan if self._decode_plan is not None and _is_decode(descriptor) else self._plan
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         with set_forward_context(context):
-            outputs = self.manager.run(dispatch.choice or dispatch.descriptor)
+            outputs = self.manager.run(dispatch)
         hidden: torch.Tensor = self._plan.restore(outputs.borrow(), (input_ids, positions))
         return hidden
 
 
-def _as_dispatch(descriptor: Descriptor, choice: object = None) -> Dispatch:
-    full = descriptor.mode == "full"
-    return Dispatch(
-        mode=descriptor.mode.value,
-        num_tokens=descriptor.num_tokens,
-        num_requests=descriptor.num_requests if full else None,
-        max_query_len=(descriptor.max_query_len or descriptor.num_tokens) if full else None,
-        descriptor=descriptor,
-        choice=choice,
-    )
+def _is_decode(descriptor: Descriptor) -> bool:
+    return descriptor.mode is GraphMode.FULL and descriptor.uniform_query_len == 1

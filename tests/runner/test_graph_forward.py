@@ -19,7 +19,7 @@ from rung.graphs import ConfiguredMode, Dispatcher, GraphMode, Ladder, make_back
 from rung.graphs.guard import Addresses, AddressPolicy, module_tensors
 from rung.runner import Engine, InProcessExecutor, ModelRunner, NewRequest, RunnerConfig, SamplingParams, Scheduler, StepPlan
 from rung.runner.batch import dummy_batch
-from rung.runner.graph_forward import GraphForward, batch_shape
+from rung.runner.graph_forward import GraphForward
 from tests.runner.tiny import HEAD_SIZE, HEADS, HIDDEN, KV_HEADS, VOCAB, PlainAttention, TinyLayer, TinyModel
 
 
@@ -113,7 +113,7 @@ def make(
         config,
         vocab_size=VOCAB,
         device="cpu",
-        addresses=Addresses(watched=lambda: module_tensors(model), on_change=policy),
+        addresses=Addresses(watched=lambda: module_tensors(model), on_change=policy, part=1000),  # everything in each step
     )
     runner = ModelRunner(model, config, backend=DeviceAttention, forward=forward)
     forward.capture(runner.dummy_context, lazy=lazy)
@@ -172,10 +172,10 @@ def test_a_capture_leaves_a_prepared_step_as_it_was() -> None:
 def test_tv5_a_mixed_batch_runs_piecewise_304_and_three_decodes_run_full_4() -> None:
     dispatcher = Dispatcher(plan_descriptors(Ladder.for_requests(1024), ConfiguredMode.FULL_AND_PIECEWISE, max_num_requests=1024))
     mixed = dummy_batch(np.array([1, 1, 298], np.int32))
-    shape = batch_shape(mixed)
+    shape = mixed.shape
     chosen = dispatcher.dispatch(shape).descriptor
     assert (chosen.mode, chosen.num_tokens, chosen.num_requests) == (GraphMode.PIECEWISE, 304, None)
-    decodes = dispatcher.dispatch(batch_shape(dummy_batch(np.array([1, 1, 1], np.int32), decode=True))).descriptor
+    decodes = dispatcher.dispatch(dummy_batch(np.array([1, 1, 1], np.int32), decode=True).shape).descriptor
     assert (decodes.mode, decodes.num_tokens, decodes.num_requests) == (GraphMode.FULL, 4, 4)
 
 
@@ -275,3 +275,28 @@ def test_steps_after_a_change_run_without_graphs_by_policy(replace: Any) -> None
     assert list(completion.token_ids) == runner.module.greedy([1, 2, 3], 4)
     counts = forward.manager.counters
     assert counts["step.none.address_changed"] == 4
+
+
+def test_a_decode_graph_that_advanced_on_old_addresses_raises_whatever_the_policy() -> None:
+    """T34: run again, it would advance the requests twice."""
+    engine, runner, _ = make(ConfiguredMode.FULL_AND_PIECEWISE, policy="recapture", decode_in_graph=True)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=20))
+    for _ in range(4):
+        engine.step()
+    replace_weight(runner)
+    with pytest.raises(AddressChangedError, match=r"layers\.1\.out\.weight.*\nhint: the step has advanced"):
+        engine.step()
+
+
+@pytest.mark.parametrize("policy", ["recapture", "none"])
+def test_a_change_that_was_told_is_followed_before_the_next_decode_graph(policy: AddressPolicy) -> None:
+    """T34."""
+    engine, runner, forward = make(ConfiguredMode.FULL_AND_PIECEWISE, policy=policy, decode_in_graph=True)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=8))
+    tokens = [t for _ in range(4) for u in engine.step() for t in u.token_ids]
+    replace_cache(runner)
+    runner.weights_changed()
+    while engine.has_work:
+        tokens += [t for u in engine.step() for t in u.token_ids]
+    assert tokens == runner.module.greedy([1, 2, 3], 8)
+    assert (forward.manager.counters["step.none.address_changed"] > 0) is (policy == "none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rung.attention import CaptureSupport
+from rung.attention import AttentionBackend, CaptureSupport
+from rung.attention.backends.torch_reference import TorchReference
 from rung.compile.bound import BoundStep, StepRunner
 from rung.counters import Count
-from rung.errors import AddressChangedError
 from rung.graphs import ConfiguredMode, Dispatcher, GraphMode, Ladder, make_backend, plan_descriptors
 from rung.graphs.guard import Addresses, AddressPolicy, module_tensors
 from rung.runner import Engine, InProcessExecutor, ModelRunner, NewRequest, RunnerConfig, SamplingParams, Scheduler, StepPlan
-from rung.runner.batch import dummy_batch
+from rung.runner.batch import Batch, dummy_batch, gather_batch
 from rung.runner.graph_forward import GraphForward
 from tests.runner.tiny import HEAD_SIZE, HEADS, HIDDEN, KV_HEADS, VOCAB, PlainAttention, TinyLayer, TinyModel
 
@@ -100,22 +101,25 @@ class HandPlan:
 
 
 def make(
-    mode: ConfiguredMode, *, lazy: bool = False, top: int = 16, policy: AddressPolicy = "raise", **sizes: int
+    mode: ConfiguredMode,
+    *,
+    lazy: bool = False,
+    top: int = 16,
+    backend: type[AttentionBackend] = DeviceAttention,
+    query_lens: tuple[int, ...] = (1,),
+    policy: AddressPolicy = "raise",
+    **sizes: int,
 ) -> tuple[Engine, ModelRunner, GraphForward]:
     model = TinyModel()
     values = {"max_num_requests": 6, "max_num_tokens": 16, "max_model_len": 64, "num_blocks": 40, "block_size": 4, **sizes}
     config = RunnerConfig(**values)  # type: ignore[arg-type]
-    descriptors = plan_descriptors(Ladder.up_to(top), mode, max_num_requests=config.max_num_requests)
+    limits = {"max_num_requests": config.max_num_requests, "uniform_query_lens": query_lens, "capture_support": backend.capture_support}
+    descriptors = plan_descriptors(Ladder.up_to(top), mode, **limits)  # type: ignore[arg-type]
+    addresses = Addresses(watched=lambda: module_tensors(model), on_change=policy, part=1000)  # everything in each step
     forward = GraphForward(
-        HandPlan(model),
-        make_backend("cpu", "recorded"),
-        descriptors,
-        config,
-        vocab_size=VOCAB,
-        device="cpu",
-        addresses=Addresses(watched=lambda: module_tensors(model), on_change=policy, part=1000),  # everything in each step
+        HandPlan(model), make_backend("cpu", "recorded"), descriptors, config, vocab_size=VOCAB, device="cpu", addresses=addresses
     )
-    runner = ModelRunner(model, config, backend=DeviceAttention, forward=forward)
+    runner = ModelRunner(model, config, backend=backend, forward=forward)
     forward.capture(runner.dummy_context, lazy=lazy)
     return Engine(InProcessExecutor(runner), Scheduler(config, runner.num_blocks), vocab_size=VOCAB), runner, forward
 
@@ -209,94 +213,58 @@ def test_nothing_stale_is_read() -> None:
     assert done == {str(i): runner.module.greedy(prompt, 6) for i, prompt in enumerate(prompts)}
 
 
-def watched(policy: AddressPolicy) -> tuple[Engine, ModelRunner, GraphForward]:
-    return make(ConfiguredMode.FULL_AND_PIECEWISE, policy=policy)
-
-
-def replace_weight(runner: ModelRunner) -> None:
-    layer = runner.module.layers[1]  # type: ignore[index]
-    layer.out.weight = torch.nn.Parameter(layer.out.weight.detach() * -1.5)  # type: ignore[union-attr]
-
-
-def replace_cache(runner: ModelRunner) -> None:
-    """New memory with the old contents."""
-    name, cache = next(iter(runner.kv_caches.items()))
-    runner.layers[name].kv_cache.key.data = cache.key.clone()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(("replace", "name"), [(replace_weight, "layers.1.out.weight"), (replace_cache, "kv_cache.key")])
-def test_a_step_on_old_addresses_raises_and_names_the_tensor(replace: Any, name: str) -> None:
-    """T34."""
-    engine, runner, _ = watched("raise")
-    engine.generate(prompts_of(1)[:2], SamplingParams(max_tokens=3))
-    replace(runner)
-    with pytest.raises(AddressChangedError, match=name):
-        runner.weights_changed()
-    engine.add_request([1, 2, 3], SamplingParams(max_tokens=2))
-    with pytest.raises(AddressChangedError, match=name):
-        engine.step()
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_a_step_on_an_old_cache_runs_again_in_the_middle_of_a_request(told: bool) -> None:
-    """T34: the stale step has written its rows into the cache that is gone."""
-    engine, runner, forward = watched("recapture")
-    engine.add_request([1, 2, 3], SamplingParams(max_tokens=8))
-    tokens = [t for _ in range(3) for u in engine.step() for t in u.token_ids]
-    captured = forward.manager.counters[Count.CAPTURES]
-    replace_cache(runner)
-    if told:
-        runner.weights_changed()
-        assert forward.manager.counters[Count.CAPTURES] == 2 * captured
-    while engine.has_work:
-        tokens += [t for u in engine.step() for t in u.token_ids]
-    assert tokens == runner.module.greedy([1, 2, 3], 8)
-    assert forward.manager.counters[Count.ADDRESS_CHANGES] == 1
-
-
-def test_replaced_weights_run_through_new_graphs() -> None:
-    """T34."""
-    engine, runner, forward = watched("recapture")
-    engine.generate([[4, 5]], SamplingParams(max_tokens=3))
-    replace_weight(runner)
-    (completion,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
-    assert list(completion.token_ids) == runner.module.greedy([1, 2, 3], 8)
+@pytest.mark.parametrize("backend", [DeviceAttention, TorchReference])
+def test_mixed_batches_run_in_one_full_graph_where_lengths_are_read_on_the_device(backend: type[AttentionBackend]) -> None:
+    engine, runner, forward = make(ConfiguredMode.FULL, backend=backend)
+    assert all(forward.manager.program(descriptor).launches == 1 for descriptor in forward.manager.captured)
+    engine.add_request([5, 6, 7], SamplingParams(max_tokens=8), request_id="early")
+    engine.step()
+    before = dict(forward.manager.counters)
+    engine.add_request([8, 9, 10, 11, 12], SamplingParams(max_tokens=4), request_id="late")
+    forward.manager.poison()
+    engine.step()  # one decode beside a prompt of five
     counts = forward.manager.counters
-    assert (counts[Count.ADDRESS_CHANGES], counts["step.none.address_changed"]) == (1, 0)
-
-
-@pytest.mark.parametrize("replace", [replace_weight, replace_cache])
-def test_steps_after_a_change_run_without_graphs_by_policy(replace: Any) -> None:
-    """T34."""
-    engine, runner, forward = watched("none")
-    engine.generate([[4, 5]], SamplingParams(max_tokens=3))
-    replace(runner)
-    (completion,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-    assert list(completion.token_ids) == runner.module.greedy([1, 2, 3], 4)
-    counts = forward.manager.counters
-    assert counts["step.none.address_changed"] == 4
-
-
-def test_a_decode_graph_that_advanced_on_old_addresses_raises_whatever_the_policy() -> None:
-    """T34: run again, it would advance the requests twice."""
-    engine, runner, _ = make(ConfiguredMode.FULL_AND_PIECEWISE, policy="recapture", decode_in_graph=True)
-    engine.add_request([1, 2, 3], SamplingParams(max_tokens=20))
-    for _ in range(4):
-        engine.step()
-    replace_weight(runner)
-    with pytest.raises(AddressChangedError, match=r"layers\.1\.out\.weight.*\nhint: the step has advanced"):
-        engine.step()
-
-
-@pytest.mark.parametrize("policy", ["recapture", "none"])
-def test_a_change_that_was_told_is_followed_before_the_next_decode_graph(policy: AddressPolicy) -> None:
-    """T34."""
-    engine, runner, forward = make(ConfiguredMode.FULL_AND_PIECEWISE, policy=policy, decode_in_graph=True)
-    engine.add_request([1, 2, 3], SamplingParams(max_tokens=8))
-    tokens = [t for _ in range(4) for u in engine.step() for t in u.token_ids]
-    replace_cache(runner)
-    runner.weights_changed()
+    assert counts["step.full.best"] - before["step.full.best"] == 1
+    done = {}
     while engine.has_work:
-        tokens += [t for u in engine.step() for t in u.token_ids]
-    assert tokens == runner.module.greedy([1, 2, 3], 8)
-    assert (forward.manager.counters["step.none.address_changed"] > 0) is (policy == "none")
+        forward.manager.poison()
+        done |= {u.request_id: list(u.completion.token_ids) for u in engine.step() if u.completion}
+    assert done == {"early": runner.module.greedy([5, 6, 7], 8), "late": runner.module.greedy([8, 9, 10, 11, 12], 4)}
+    assert [name for name in counts if name.startswith("step.")] == ["step.full.best"]
+
+
+def test_a_full_graph_of_mixed_batches_serves_one_whose_lengths_were_never_captured() -> None:
+    engine, runner, forward = make(ConfiguredMode.FULL, backend=TorchReference)
+    prompts = [[1], list(range(2, 15)), [20, 21], list(range(30, 37)), [40, 41, 42]]
+    completions = engine.generate(prompts, SamplingParams(max_tokens=5))
+    assert [list(c.token_ids) for c in completions] == [runner.module.greedy(prompt, 5) for prompt in prompts]
+    assert {name for name in forward.manager.counters if name.startswith("step.")} == {"step.full.best"}
+
+
+@pytest.mark.parametrize("backend", [DeviceAttention, TorchReference])
+def test_three_tokens_a_request_run_in_a_full_graph_of_that_query_length(backend: type[AttentionBackend]) -> None:
+    """As a step that checks drafts would: the batch of equal chunks is offered to the dispatcher as a uniform one."""
+    _, runner, forward = make(ConfiguredMode.FULL_AND_PIECEWISE, backend=backend, query_lens=(1, 3))
+    ids = {name: tuple(range(first, first + 6)) for name, first in (("a", 1), ("b", 11), ("c", 21))}
+    requests = tuple(
+        NewRequest(request_id=name, token_ids=tokens, prompt_len=6, block_ids=((2 * n + 1, 2 * n + 2),), sampling=SamplingParams())
+        for n, (name, tokens) in enumerate(ids.items())
+    )
+    chunks = dict.fromkeys(ids, 3)
+    runner.execute_model(StepPlan(new_requests=requests, num_scheduled_tokens=chunks))
+    runner.sample_tokens()
+    batch = replace(gather_batch(chunks, runner.slots), uniform_query_len=3)
+    exactly = run_batch(runner, forward, batch, GraphMode.NONE)
+    descriptor = forward.dispatch(batch).descriptor
+    assert (descriptor.mode, descriptor.uniform_query_len, descriptor.num_requests) == (GraphMode.FULL, 3, 3)
+    forward.manager.poison()
+    torch.testing.assert_close(run_batch(runner, forward, batch, GraphMode.FULL), exactly)
+
+
+def run_batch(runner: ModelRunner, forward: GraphForward, batch: Batch, best: GraphMode) -> torch.Tensor:
+    """Hidden states of the batch's tokens; nothing is advanced."""
+    with torch.no_grad():
+        prepared = runner.prepare(batch, forward.dispatch(batch, best=best))
+        rows = prepared.dispatch.num_tokens
+        ids, positions = runner.buffers.input_ids[:rows], runner.buffers.positions[:rows]
+        return forward.run(prepared.dispatch, ids, positions, prepared.context)[: batch.num_tokens].clone()

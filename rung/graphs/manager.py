@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -19,9 +19,11 @@ from rung.graphs.buffers import StaticBuffer
 from rung.graphs.capture import capture_program, warm_up
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dispatch import Dispatch, capture_order
-from rung.graphs.guard import AddressGuard, NamedTensors
+from rung.graphs.guard import Addresses, AddressGuard
 from rung.graphs.outputs import Outputs
+from rung.graphs.process import HomeProcess
 from rung.graphs.program import ReplayProgram
+from rung.graphs.reasons import Reason
 
 Prepare = Callable[[Descriptor], AbstractContextManager[Any]]
 
@@ -62,7 +64,8 @@ class GraphManager:
     `inputs` are the plan's inputs in order: static buffers, or values that never change. The caller writes into the buffers and then calls
     `run`. `prepare(descriptor)` is entered around each warm-up and each capture: it sets the forward context with harmless metadata for
     that size and must leave what it changes as it was. `plan_of` names the plan of a
-    descriptor that runs another one over the same inputs. `parameters` lists what graphs read besides their inputs, for the address check.
+    descriptor that runs another one over the same inputs. `addresses` says what graphs read besides their inputs, and what happens when
+    that moves: it is looked at behind each replay, before outputs are handed out.
 
     Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream."""
 
@@ -75,7 +78,7 @@ class GraphManager:
         dim: str = "tokens",
         counters: Counters | None = None,
         generators: Sequence[torch.Generator] = (),
-        parameters: NamedTensors | None = None,
+        addresses: Addresses | None = None,
         plan_of: Callable[[Descriptor], BoundPlan] | None = None,
     ) -> None:
         self.plan = plan
@@ -87,10 +90,13 @@ class GraphManager:
         self.failed: set[Descriptor] = set()  # descriptors whose capture failed; a Dispatcher may share this set
         self.generation = 0  # steps run so far; outputs of an older one are stale
         self._generators = tuple(generators)
-        self._guard = AddressGuard(parameters) if parameters is not None else None
+        self._guard = AddressGuard(addresses, self.inputs) if addresses is not None else None
+        self._home = HomeProcess()
+        self.without_graphs = False  # addresses changed under the policy "none": steps run the plan until graphs are captured again
         self._pool: GraphPool | None = None
         self._programs: dict[Descriptor, ReplayProgram] = {}
         self._pending: _Pending | None = None
+        self._prepare: Prepare = _nothing_to_prepare  # of the last capture
         self._lock = threading.RLock()
 
     # --- capture ---
@@ -109,6 +115,7 @@ class GraphManager:
         A failure does not end the ladder: the rest is captured, then the first `CaptureError` is raised, or all are returned in the report
         when `on_failure` is "skip". Either way the descriptors that failed stand in `failed`."""
         with self._lock:
+            self._prepare = prepare
             wanted = [d for d in descriptors if d.mode is not GraphMode.NONE and d not in self._programs]
             if lazy:
                 self._pending = self._pending or _Pending(prepare)
@@ -119,6 +126,9 @@ class GraphManager:
 
     def _capture_all(self, descriptors: Sequence[Descriptor], prepare: Prepare, on_failure: str) -> CaptureReport:
         started = time.perf_counter()
+        self._home.enter()
+        self.follow_addresses()
+        self.without_graphs = False
         entries: list[CaptureEntry] = []
         failures: list[CaptureError] = []
         self.generation += 1  # captures overwrite what replays left in the pool
@@ -145,8 +155,8 @@ class GraphManager:
         started = time.perf_counter()
         inputs = self._views(descriptor)
         with prepare(descriptor):
-            warm_up(self._plan_of(descriptor), descriptor, inputs)
-        if self._guard is not None:
+            warm_up(self._plan_of(descriptor), self.backend.device, descriptor, inputs, self._generators)
+        if self._guard is not None and self._guard.knows_nothing:
             self._guard.snapshot()
         with prepare(descriptor):
             program = capture_program(self._plan_of(descriptor), self.backend, pool, descriptor, inputs, self._generators)
@@ -160,20 +170,38 @@ class GraphManager:
     def run(self, step: Dispatch | Descriptor) -> Outputs:
         """Run one step over what the buffers hold: replay the descriptor's graphs, or the plan itself at exact sizes for mode NONE.
 
-        Raises `CaptureError` when the descriptor was neither captured nor planned lazily, `AddressChangedError` when inputs moved."""
+        Raises `CaptureError` when the descriptor was neither captured nor planned lazily, `AddressChangedError` when what graphs read
+        moved and the policy is to raise, or when the step cannot be repeated."""
+        self._home.check()
         dispatch = step if isinstance(step, Dispatch) else Dispatch(step)
-        descriptor = dispatch.descriptor
         with self._lock:
-            if descriptor.mode is GraphMode.NONE:
-                self.count_step(dispatch)
-                return Outputs(self.plan.run_steps(self._views(descriptor), _eager), self.generation, None)
-            program = self._programs.get(descriptor) or self._capture_now(descriptor)
+            if self._guard is None:
+                return self._run(dispatch)
+            if self._guard.suspect or self._guard.addresses.before_replay:
+                self._follow(self._guard.sweep(everything=True))
+            outputs = self._run(dispatch)
+            moved = self._guard.sweep()
+            if not moved:
+                return outputs
+            self._follow(moved, after=dispatch.descriptor)
+            return self._run(dispatch)  # the outputs of stale addresses are dropped
+
+    def _run(self, dispatch: Dispatch) -> Outputs:
+        descriptor = dispatch.descriptor
+        if self.without_graphs and descriptor.mode is not GraphMode.NONE:
+            dispatch = replace(dispatch, descriptor=replace(descriptor, mode=GraphMode.NONE), reason=Reason.ADDRESS_CHANGED)
+        if dispatch.descriptor.mode is GraphMode.NONE:
+            if self._guard is not None and self._guard.knows_nothing:
+                self._guard.snapshot()
             self.count_step(dispatch)
-            self.generation += 1
-            with torch.no_grad():
-                program.replay()
-            self.counters.add(Count.REPLAYS)
-            return Outputs(program.outputs, self.generation, self._current_generation)
+            return Outputs(self.plan.run_steps(self._views(descriptor), _eager), self.generation, None)
+        program = self._programs.get(descriptor) or self._capture_now(descriptor)
+        self.count_step(dispatch)
+        self.generation += 1
+        with torch.no_grad():
+            program.replay()
+        self.counters.add(Count.REPLAYS)
+        return Outputs(program.outputs, self.generation, self._current_generation)
 
     def count_step(self, dispatch: Dispatch) -> None:
         """Count a step under `step.<mode>.<reason>`; for callers that run a step without the manager."""
@@ -202,9 +230,19 @@ class GraphManager:
     # --- life ---
 
     def weights_changed(self) -> None:
-        """Check every parameter's address against the capture. Raises `AddressChangedError`; values written in place are fine."""
-        if self._guard is not None:
-            self._guard.check()
+        """Look at everything that graphs read, now, and follow the address policy; "recapture" captures all graphs again before it returns.
+        Values written in place are fine."""
+        with self._lock:
+            held = self.captured
+            if self.follow_addresses() and not self.without_graphs:
+                self._capture_all(held, self._prepare, "raise")
+
+    def follow_addresses(self) -> bool:
+        """Like `weights_changed`, but "recapture" leaves each graph to its next step. True when something had moved."""
+        with self._lock:
+            moved = self._guard.moved() if self._guard is not None else []
+            self._follow(moved)
+            return bool(moved)
 
     def poison(self, generator: torch.Generator | None = None) -> None:
         """Fill all static buffers and all memory of the pool with what must not matter. For tests: call it before writing inputs."""
@@ -224,10 +262,30 @@ class GraphManager:
             self._programs.clear()
             self._pending = None
             self._pool = None
+            self.without_graphs = False
             if self._guard is not None:
                 self._guard.forget()
 
     # --- inside ---
+
+    def _follow(self, moved: Sequence[str], *, after: Descriptor | None = None) -> None:
+        """Follow the address policy: raises, or makes the plan read what lies there now and frees the graphs that do not. `after`: a step
+        of that descriptor has run already."""
+        if not moved:
+            return
+        assert self._guard is not None
+        addresses = self._guard.addresses
+        self._guard.refuse(moved, repeatable=after is None or addresses.is_repeatable(after))
+        self.counters.add(Count.ADDRESS_CHANGES)
+        if addresses.rebind is not None:
+            addresses.rebind()
+        descriptors, prepare, pending = self.captured, self._prepare, self._pending
+        self.backend.synchronize()  # the stale replay may still be running
+        self.release()
+        self._guard.snapshot()
+        self.without_graphs = addresses.on_change == "none"
+        if not self.without_graphs:
+            self._pending = _Pending(prepare, {*descriptors, *(pending.descriptors if pending is not None else ())})
 
     def _capture_now(self, descriptor: Descriptor) -> ReplayProgram:
         """Capture a lazily planned descriptor. The step's inputs lie in the buffers already and are put back afterwards."""

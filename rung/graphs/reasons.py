@@ -24,6 +24,7 @@ class Reason(StrEnum):
     EMPTY = "empty"
     CAPTURE_FAILED = "capture_failed"
     NOT_CAPTURED = "not_captured"
+    ADDRESS_CHANGED = "address_changed"
 
     @property
     def sentence(self) -> str:
@@ -52,6 +53,7 @@ _SENTENCES: dict[Reason, str] = {
     Reason.EMPTY: "the step has no tokens",
     Reason.CAPTURE_FAILED: "the capture of the fitting graph failed",
     Reason.NOT_CAPTURED: "the configuration plans no graph for this kind of batch",
+    Reason.ADDRESS_CHANGED: 'a tensor that the graphs read was replaced, and on_address_change is "none"',
 }
 
 _ADVICE: dict[Reason, str] = {
@@ -71,4 +73,5 @@ _ADVICE: dict[Reason, str] = {
     Reason.EMPTY: "nothing: there is no work",
     Reason.CAPTURE_FAILED: "see the error of the capture, raised when it happened",
     Reason.NOT_CAPTURED: 'capture such batches too: graphs="full_and_piecewise"',
+    Reason.ADDRESS_CHANGED: 'update weights in place (copy_), capture again, or set on_address_change="recapture"',
 }

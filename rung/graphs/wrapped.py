@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,13 @@ from rung.graphs.capture import has_host_breaks
 from rung.graphs.descriptor import Descriptor, GraphMode, exact
 from rung.graphs.dispatch import Dispatch
 from rung.graphs.grid import Axis, Grid
+from rung.graphs.guard import Addresses, module_tensors
 from rung.graphs.ladder import DEFAULT_TOP, Ladder
 from rung.graphs.manager import CaptureReport, GraphManager
+from rung.graphs.outputs import copy_into, output_tensors
 from rung.graphs.padding import check_padding
 from rung.graphs.reasons import Reason
+from rung.torch_compat import tree_leaves
 
 _MAX_GRAPHS = 64  # graphs of exact sizes, or of combinations of several dimensions; later ones run without
 
@@ -37,7 +40,15 @@ class WrappedGraphs:
     dimension is named in `pad`: then the plan must prove that its rows are independent, and the first padded call is compared with the
     exact one under two paddings. One lock serialises calls."""
 
-    def __init__(self, compiled: CompiledFunction, config: CompileConfig, counters: Counters) -> None:
+    def __init__(
+        self,
+        compiled: CompiledFunction,
+        config: CompileConfig,
+        counters: Counters,
+        *,
+        owner: Any = None,
+        rebind: Callable[[], None] | None = None,
+    ) -> None:
         self.compiled = compiled
         self.config = config
         self.counters = counters
@@ -54,9 +65,25 @@ class WrappedGraphs:
         self._checked: set[str] = set()  # padded dimensions that a run has shown to be harmless
         self._manager: GraphManager | None = None
         self._capacity = dict.fromkeys(self.dims, 0)
+        self._addresses = Addresses(
+            watched=lambda: module_tensors(owner) if isinstance(owner, torch.nn.Module) else (),
+            on_change=config.on_address_change,  # type: ignore[arg-type]
+            rebind=rebind,
+            before_replay=bool(_written_weights(compiled)),
+        )
         self._lock = threading.RLock()
 
     def __call__(self, *inputs: Any) -> Any:
+        with self._lock:
+            return self._run(inputs, self.config.outputs)
+
+    def into(self, out: Any, *inputs: Any) -> Any:
+        """A call whose output tensors are copied into those of `out`, in order; nothing else is copied. Returns `out`."""
+        with self._lock, torch.no_grad():
+            copy_into(tree_leaves(out), output_tensors(self._run(inputs, "borrow")))
+        return out
+
+    def _run(self, inputs: Sequence[Any], policy: str) -> Any:
         with self._lock:
             self._refuse_unproved()
             sizes = self._sizes(inputs)
@@ -72,11 +99,10 @@ class WrappedGraphs:
             manager = self._manager_for(target, inputs)
             self._write(manager, inputs, descriptor)
             if not manager.can_replay(descriptor):
-                with _kept_state(self.compiled):
-                    manager.capture([descriptor])
+                manager.capture([descriptor], self._prepare)
                 self._write(manager, inputs, descriptor)
             outputs = manager.run(dispatch)
-            take = outputs.cut if self.config.outputs == "borrow" else outputs.clone
+            take = outputs.cut if policy == "borrow" else outputs.clone
             flat = take(sizes, self.compiled.plan.output_dims) if dispatch.padding else take(None)
             return self.compiled.restore(self._restore_sizes(flat, inputs), inputs)
 
@@ -89,8 +115,15 @@ class WrappedGraphs:
             descriptors = [self.grid.descriptor(size) for size in wanted]
             for value, spec, buffer in zip(inputs, self._specs, manager.inputs, strict=True):
                 _fill(buffer, spec, value)
-            with _kept_state(self.compiled):
-                return manager.capture(descriptors)
+            return manager.capture(descriptors, self._prepare)
+
+    def weights_changed(self) -> None:
+        """The module's tensors may be others now. Follows the address policy where graphs read them; raises `AddressChangedError`."""
+        with self._lock:
+            if self._manager is not None:
+                self._manager.follow_addresses()
+            if self._addresses.rebind is not None:
+                self._addresses.rebind()
 
     def release(self) -> None:
         """Free graphs and buffers; the next call captures again."""
@@ -128,6 +161,8 @@ class WrappedGraphs:
 
     def _dispatch(self, sizes: Mapping[str, int]) -> Dispatch:
         shape = self.grid.shape(sizes)
+        if self._manager is not None and self._manager.without_graphs:
+            return Dispatch(exact(shape), Reason.ADDRESS_CHANGED)
         dispatch = self.grid.dispatch(shape)
         if dispatch.mode is GraphMode.NONE or (self.padded and len(self.dims) == 1):
             return dispatch  # one ladder bounds its graphs by itself
@@ -178,8 +213,18 @@ class WrappedGraphs:
                 self._capacity[name] = max(size, self._capacity[name], tops[name])
             device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), self.compiled.device)
             buffers = [StaticBuffer(spec, capacity=self._capacity, device=device) for spec in self._specs]
-            self._manager = GraphManager(self.compiled, make_backend(device), inputs=buffers, dim=self.dims[0], counters=self.counters)
+            self._manager = GraphManager(
+                self.compiled,
+                make_backend(device),
+                inputs=buffers,
+                dim=self.dims[0],
+                counters=self.counters,
+                addresses=self._addresses,
+            )
         return self._manager
+
+    def _prepare(self, descriptor: Descriptor) -> AbstractContextManager[Any]:
+        return _kept_state(self.compiled)
 
     def _write(self, manager: GraphManager, inputs: Sequence[Any], descriptor: Descriptor) -> None:
         for buffer, value in zip(manager.inputs, inputs, strict=True):

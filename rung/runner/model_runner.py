@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from rung.attention import AttentionBackend, AttentionSpec, attention_layers
+from rung.attention import Attention, AttentionBackend, AttentionSpec, attention_layers
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.errors import ConfigError, StateError, StepFailedError
@@ -118,6 +119,7 @@ class ModelRunner:
         if self.device.type == "cuda" if config.decode_in_graph is None else config.decode_in_graph:
             self.forward.bind_decode(self.decode)
         self._checker = PlanChecker(config, self.slots, self.block_tables)
+        self.forward.watch(self.static_tensors)
         self._parked: ParkedStep | None = None
         self._trace = trace
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -176,6 +178,23 @@ class ModelRunner:
         output = AsyncOutput(parked.batch.request_ids, sampled, counts, self._copy_stream)
         self._advance(parked.batch, *steps[-1])
         return output
+
+    def weights_changed(self) -> None:
+        """Say that parameters or buffers of the module were replaced: all addresses are checked now, and `RunnerConfig.on_address_change`
+        is followed (it may raise `AddressChangedError`). Values written in place need no call."""
+        self.forward.weights_changed()
+
+    def static_tensors(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What captured steps read besides the module's own tensors, by name: KV cache and the buffers of the step."""
+        for name, layer in self.layers.items():
+            for part in ("key", "value"):
+                yield f"{name}.kv_cache.{part}", partial(_cache_part, layer, part)
+        owners: list[tuple[str, object]] = [("input buffer", self.buffers), ("slots", self.slots), ("decode state", self.decode.state)]
+        owners += [(f"block table {index}", table) for index, table in enumerate(self.block_tables)]
+        for label, owner in owners:
+            for attribute in [item.name for item in fields(owner)] if is_dataclass(owner) else vars(owner):
+                if isinstance(getattr(owner, attribute), torch.Tensor):
+                    yield f"{label} {attribute}", partial(getattr, owner, attribute)
 
     @torch.no_grad()
     def dummy_run(self, query_lens: npt.NDArray[np.int32], *, decode: bool = False, dispatch: Dispatch | None = None) -> torch.Tensor:
@@ -317,3 +336,7 @@ class ModelRunner:
             if layer.spec not in backends:
                 backends[layer.spec] = backend(layer.spec)
             layer.bind(backends[layer.spec], self.kv_caches[name])
+
+
+def _cache_part(layer: Attention, part: str) -> object:
+    return getattr(layer.kv_cache, part, None)

@@ -17,6 +17,7 @@ from rung.attention.backends.torch_reference import TorchReference
 from rung.compile.bound import BoundStep, StepRunner
 from rung.counters import Count
 from rung.graphs import ConfiguredMode, Dispatcher, GraphMode, Ladder, make_backend, plan_descriptors
+from rung.graphs.guard import Addresses, AddressPolicy, module_tensors
 from rung.runner import Engine, InProcessExecutor, ModelRunner, NewRequest, RunnerConfig, SamplingParams, Scheduler, StepPlan
 from rung.runner.batch import Batch, dummy_batch, gather_batch
 from rung.runner.graph_forward import GraphForward
@@ -106,6 +107,7 @@ def make(
     top: int = 16,
     backend: type[AttentionBackend] = DeviceAttention,
     query_lens: tuple[int, ...] = (1,),
+    policy: AddressPolicy = "raise",
     **sizes: int,
 ) -> tuple[Engine, ModelRunner, GraphForward]:
     model = TinyModel()
@@ -113,7 +115,10 @@ def make(
     config = RunnerConfig(**values)  # type: ignore[arg-type]
     limits = {"max_num_requests": config.max_num_requests, "uniform_query_lens": query_lens, "capture_support": backend.capture_support}
     descriptors = plan_descriptors(Ladder.up_to(top), mode, **limits)  # type: ignore[arg-type]
-    forward = GraphForward(HandPlan(model), make_backend("cpu", "recorded"), descriptors, config, vocab_size=VOCAB, device="cpu")
+    addresses = Addresses(watched=lambda: module_tensors(model), on_change=policy, part=1000)  # everything in each step
+    forward = GraphForward(
+        HandPlan(model), make_backend("cpu", "recorded"), descriptors, config, vocab_size=VOCAB, device="cpu", addresses=addresses
+    )
     runner = ModelRunner(model, config, backend=backend, forward=forward)
     forward.capture(runner.dummy_context, lazy=lazy)
     return Engine(InProcessExecutor(runner), Scheduler(config, runner.num_blocks), vocab_size=VOCAB), runner, forward

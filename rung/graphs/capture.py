@@ -51,6 +51,7 @@ class _Capture:
         with self._backend.capture(self._pool, self._generators) as graph:
             flat = plan.run_steps(inputs, self.full)
         self.actions.append(GraphLaunch("full", graph))
+        self._backend.upload(graph)
         return self.aliases(flat)
 
     def aliases(self, values: Sequence[Any]) -> list[Any]:

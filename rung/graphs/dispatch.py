@@ -102,7 +102,8 @@ class _Group:
 
 
 class Dispatcher:
-    """Chooses among captured descriptors. `failed` is read at each call, so a capture that fails later is respected.
+    """Chooses among captured descriptors. `failed` is read at each call, so a capture that fails later is respected; those of them that
+    also stand in `trimmed` have no graph because of the memory budget.
 
     A step is not padded to more than `max_waste` times its tokens, except to 8 tokens or fewer; None: as far as the next size lies.
     Raises `LadderError` for a `max_waste` below 1."""
@@ -113,9 +114,11 @@ class Dispatcher:
         *,
         resolved: ResolvedMode | None = None,
         failed: Set[Descriptor] = frozenset(),
+        trimmed: Set[Descriptor] = frozenset(),
         max_waste: float | None = DEFAULT_MAX_WASTE,
     ) -> None:
         self.failed = failed
+        self.trimmed = trimmed
         self.max_waste = check_max_waste(max_waste)
         self._resolved = resolved
         self._groups: dict[GraphMode, dict[int | None, _Group]] = {GraphMode.FULL: {}, GraphMode.PIECEWISE: {}}
@@ -166,7 +169,9 @@ class Dispatcher:
         fitting = [d for d in group.entries[bisect_left(group.sizes, shape.num_tokens) :] if misfit(d, shape) is None]
         if not fitting:
             return misfit(group.entries[-1], shape) or Reason.CAPTURE_FAILED
-        return Reason.CAPTURE_FAILED if fitting[0] in self.failed else Reason.PADDING
+        if fitting[0] in self.failed:
+            return Reason.MEMORY_BUDGET if fitting[0] in self.trimmed else Reason.CAPTURE_FAILED
+        return Reason.PADDING
 
     def _limit(self, shape: Shape) -> Reason:
         """Why FULL was not planned for such a batch although it was asked for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,34 +17,18 @@ from rung.errors import CaptureError
 from rung.graphs.backends.base import GraphBackend, GraphPool
 from rung.graphs.buffers import StaticBuffer
 from rung.graphs.capture import capture_program, warm_up
+from rung.graphs.capture_report import CaptureEntry, CaptureReport
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dispatch import Dispatch, capture_order
 from rung.graphs.guard import AddressGuard, NamedTensors
+from rung.graphs.memory import MemoryModel, MemoryReport
+from rung.graphs.memory_account import MemoryAccount
+from rung.graphs.memory_budget import MemoryBudget
 from rung.graphs.outputs import Outputs
 from rung.graphs.program import ReplayProgram
 from rung.graphs.reasons import Reason
 
 Prepare = Callable[[Descriptor], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureEntry:
-    """One descriptor's cost. `pool_bytes` is what the pool grew by, `launches` the graphs of one replay."""
-
-    descriptor: Descriptor
-    seconds: float
-    pool_bytes: int
-    launches: int
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """What a call of `capture` did, in capture order."""
-
-    entries: tuple[CaptureEntry, ...]
-    failures: tuple[CaptureError, ...]
-    seconds: float
-    pool_bytes: int  # held by the pool now, over all captures so far
 
 
 @dataclass(slots=True)
@@ -61,8 +45,9 @@ class GraphManager:
     """The graphs of one plan over one set of static inputs, in one pool.
 
     `inputs` are the plan's inputs in order: static buffers, or values that never change. The caller writes into the buffers and then calls
-    `run`. `prepare(descriptor)` is entered around each warm-up and each capture: it sets the forward context with harmless metadata for
-    that size and must leave what it changes as it was. `parameters` lists what graphs read besides their inputs, for the address check.
+    `run`. `prepare(descriptor)` is entered around the warm-up and the capture of a size: it sets the forward context with harmless metadata
+    for that size and must leave what it changes as it was. `parameters` lists what graphs read besides their inputs, for the address check.
+    With a `budget`, descriptors whose graphs would not fit are trimmed.
 
     Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream."""
 
@@ -76,16 +61,18 @@ class GraphManager:
         counters: Counters | None = None,
         generators: Sequence[torch.Generator] = (),
         parameters: NamedTensors | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
         self.plan = plan
         self.backend = backend
         self.inputs = tuple(inputs)
         self.dim = dim
         self.counters = counters if counters is not None else Counters()
-        self.failed: set[Descriptor] = set()  # descriptors whose capture failed; a Dispatcher may share this set
+        self.failed: set[Descriptor] = set()  # those that will have no graph: failed or trimmed; a Dispatcher may share this set
         self.generation = 0  # steps run so far; outputs of an older one are stale
         self._generators = tuple(generators)
         self._guard = AddressGuard(parameters) if parameters is not None else None
+        self._account = MemoryAccount(budget)
         self._pool: GraphPool | None = None
         self._programs: dict[Descriptor, ReplayProgram] = {}
         self._pending: _Pending | None = None
@@ -101,8 +88,12 @@ class GraphManager:
         order: Literal["largest_first", "given"] = "largest_first",
         lazy: bool = False,
         on_failure: Literal["raise", "skip"] = "raise",
+        model: MemoryModel | None = None,
     ) -> CaptureReport:
         """Capture each descriptor that has no graph yet. `lazy` puts it off to the first `run` of each.
+
+        "largest_first" begins with three sizes of each kind, from which the memory of the others is predicted unless `model` is given. Then
+        a budget trims what would not fit.
 
         A failure does not end the ladder: the rest is captured, then the first `CaptureError` is raised, or all are returned in the report
         when `on_failure` is "skip". Either way the descriptors that failed stand in `failed`."""
@@ -113,45 +104,68 @@ class GraphManager:
                 self._pending.prepare = prepare
                 self._pending.descriptors.update(wanted)
                 return CaptureReport((), (), 0.0, self.pool_bytes)
-            return self._capture_all(capture_order(wanted) if order == "largest_first" else wanted, prepare, on_failure)
+            if self._pool is None:
+                self._pool = self.backend.new_pool()
+            largest_first = order == "largest_first"
+            self._account.begin(wanted, largest_first=largest_first, shared_pool=self._pool.shares, model=model)
+            return self._capture_all(prepare, on_failure)
 
-    def _capture_all(self, descriptors: Sequence[Descriptor], prepare: Prepare, on_failure: str) -> CaptureReport:
+    def _capture_all(self, prepare: Prepare, on_failure: str) -> CaptureReport:
+        """Capture what the account asks for."""
         started = time.perf_counter()
-        entries: list[CaptureEntry] = []
+        account, before = self._account, set(self._programs)
         failures: list[CaptureError] = []
         self.generation += 1  # captures overwrite what replays left in the pool
-        if self._pool is None:
-            self._pool = self.backend.new_pool()
-        held = self._pool.bytes()
         with self.backend.session(), torch.inference_mode(False), torch.no_grad():
-            for descriptor in descriptors:
+            while (descriptor := account.next()) is not None:
                 try:
-                    entries.append(self._capture_one(descriptor, self._pool, prepare, held))
-                    held += entries[-1].pool_bytes
+                    account.add(self._capture_one(descriptor, prepare))
                 except CaptureError as error:
                     self.failed.add(descriptor)
                     failures.append(error)
+                    account.drop(descriptor)
+                if withdrawn := account.withdrawn():
+                    self._withdraw(withdrawn)
+        self.failed.update(account.trimmed)
         self.backend.synchronize()
-        report = CaptureReport(tuple(entries), tuple(failures), time.perf_counter() - started, self.pool_bytes)
+        entries = tuple(entry for one, entry in account.entries.items() if one not in before)
+        report = CaptureReport(entries, tuple(failures), time.perf_counter() - started, self.pool_bytes, self.memory())
         if failures and on_failure == "raise":
             if len(failures) > 1:
                 failures[0].add_note(f"{len(failures) - 1} more captures failed, sizes {[error.size for error in failures[1:]]}")
             raise failures[0]
         return report
 
-    def _capture_one(self, descriptor: Descriptor, pool: GraphPool, prepare: Prepare, bytes_before: int) -> CaptureEntry:
-        started = time.perf_counter()
+    def _capture_one(self, descriptor: Descriptor, prepare: Prepare) -> CaptureEntry:
+        pool = self._pool = self._pool or self.backend.new_pool()
         inputs = self._views(descriptor)
+        clock = _Clock()
         with prepare(descriptor):
+            clock.lap("prepare")
             warm_up(self.plan, descriptor, inputs)
-        if self._guard is not None:
-            self._guard.snapshot()
-        with prepare(descriptor):
+            clock.lap("warm-up")
+            if self._guard is not None:
+                self._guard.snapshot()
+            others_before = pool.executable_bytes()
+            clock.lap("account")
             program = capture_program(self.plan, self.backend, pool, descriptor, inputs, self._generators)
+            clock.lap("capture")
+        clock.lap("prepare")
         self._programs[descriptor] = program
         self.failed.discard(descriptor)
         self.counters.add(Count.CAPTURES)
-        return CaptureEntry(descriptor, time.perf_counter() - started, pool.bytes() - bytes_before, program.launches)
+        pool_bytes, executable_bytes = pool.bytes() - self._account.pool_bytes, pool.executable_bytes() - others_before
+        clock.lap("account")
+        return CaptureEntry(descriptor, clock.total, pool_bytes, program.launches, executable_bytes, program.nodes, clock.seconds)
+
+    def _withdraw(self, descriptors: Sequence[Descriptor]) -> None:
+        """Give up graphs for the budget. The pool keeps the memory of its largest user, so everything starts anew in another one."""
+        for program in self._programs.values():
+            program.release()
+        self._programs.clear()
+        self._pool = None
+        self.backend.reclaim()
+        self._account.start_over()
 
     # --- run ---
 
@@ -193,6 +207,20 @@ class GraphManager:
     def pool_bytes(self) -> int:
         return self._pool.bytes() if self._pool is not None else 0
 
+    @property
+    def trimmed(self) -> Set[Descriptor]:
+        """Descriptors without a graph because of the budget; they stand in `failed` too. A Dispatcher may share this set."""
+        return self._account.trimmed
+
+    @property
+    def memory_model(self) -> MemoryModel | None:
+        """What the captures so far tell about others, also after `release`."""
+        return self._account.model
+
+    def memory(self) -> MemoryReport:
+        """Measured and predicted bytes by descriptor."""
+        return self._account.report(self.pool_bytes, sum(buffer.nbytes for buffer in self._buffers()))
+
     def program(self, descriptor: Descriptor) -> ReplayProgram:
         """The captured program, for inspection. Raises `KeyError` when there is none."""
         return self._programs[descriptor]
@@ -222,6 +250,8 @@ class GraphManager:
             self._programs.clear()
             self._pending = None
             self._pool = None
+            self.failed.difference_update(self._account.trimmed)
+            self._account.forget()
             if self._guard is not None:
                 self._guard.forget()
 
@@ -237,11 +267,17 @@ class GraphManager:
             )
         saved = [buffer.view(buffer.capacity).clone() for buffer in self._buffers()]
         try:
-            self._capture_all([descriptor], self._pending.prepare, "raise")
+            self.capture([descriptor], self._pending.prepare)
         finally:
             self._pending.descriptors.discard(descriptor)
             for buffer, values in zip(self._buffers(), saved, strict=True):
                 buffer.view(buffer.capacity).copy_(values)
+        if descriptor in self.trimmed:
+            raise CaptureError(
+                f"the graph of ({descriptor}) does not fit the memory budget",
+                hint="raise the budget, or dispatch again: `manager.failed` holds the descriptor now",
+                size=descriptor.num_tokens,
+            )
         return self._programs[descriptor]
 
     def _views(self, descriptor: Descriptor) -> list[Any]:
@@ -253,6 +289,23 @@ class GraphManager:
 
     def _current_generation(self) -> int:
         return self.generation
+
+
+class _Clock:
+    """Seconds by phase: `lap` ends one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return self._last - self._start
 
 
 def _eager(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:

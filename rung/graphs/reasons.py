@@ -22,6 +22,7 @@ class Reason(StrEnum):
     PADDING = "padding"
     EMPTY = "empty"
     CAPTURE_FAILED = "capture_failed"
+    MEMORY_BUDGET = "memory_budget"
     NOT_CAPTURED = "not_captured"
 
     @property
@@ -49,6 +50,7 @@ _SENTENCES: dict[Reason, str] = {
     Reason.PADDING: "the next captured size would pad the step beyond the waste cap",
     Reason.EMPTY: "the step has no tokens",
     Reason.CAPTURE_FAILED: "the capture of the fitting graph failed",
+    Reason.MEMORY_BUDGET: "the fitting graph was left out to stay within the memory budget of graphs",
     Reason.NOT_CAPTURED: "the configuration plans no graph for this kind of batch",
 }
 
@@ -67,5 +69,6 @@ _ADVICE: dict[Reason, str] = {
     Reason.PADDING: "capture a size between the step and the next one, or raise max_waste",
     Reason.EMPTY: "nothing: there is no work",
     Reason.CAPTURE_FAILED: "see the error of the capture, raised when it happened",
+    Reason.MEMORY_BUDGET: "raise graph_memory_bytes, or plan fewer sizes: rung ladder plan --memory",
     Reason.NOT_CAPTURED: 'capture such batches too: graphs="full_and_piecewise"',
 }

@@ -19,10 +19,11 @@ from rung.counters import Count, Counters
 from rung.errors import ConfigError, PaddingError, UnsupportedModuleError
 from rung.graphs.backends import make_backend
 from rung.graphs.buffers import BufferSpec, StaticBuffer
+from rung.graphs.capture_report import CaptureReport
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dispatch import Dispatch
 from rung.graphs.ladder import DEFAULT_TOP, Ladder
-from rung.graphs.manager import CaptureReport, GraphManager
+from rung.graphs.manager import GraphManager
 from rung.graphs.padding import check_padding
 from rung.graphs.reasons import Reason
 

@@ -213,6 +213,10 @@ class GraphManager:
         return self._account.trimmed
 
     @property
+    def budget_bytes(self) -> int | None:
+        return None if self._account.budget is None else self._account.budget.limit_bytes
+
+    @property
     def memory_model(self) -> MemoryModel | None:
         """What the captures so far tell about others, also after `release`."""
         return self._account.model

@@ -13,6 +13,8 @@ from rung.counters import Counters
 from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatcher, GraphBackend, GraphManager, GraphMode, Shape, StaticBuffer
 from rung.graphs.dispatch import Dispatch as GraphDispatch
 from rung.graphs.dispatch import ResolvedMode
+from rung.graphs.memory import probes
+from rung.graphs.memory_budget import MemoryBudget, Steps
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
 from rung.runner.forward import Dispatch, Forward
@@ -34,7 +36,7 @@ class GraphForward(Forward):
     """FULL replays with everything in place; PIECEWISE replays inside the forward context, for the breaks; NONE runs the plan.
 
     `plan` takes (input_ids, positions) and returns hidden states. The input buffers belong to this forward, the runner fills them. The
-    hidden states are borrowed from the graphs until the next step."""
+    hidden states are borrowed from the graphs until the next step. `steps` tells a memory budget what the graphs are for."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class GraphForward(Forward):
         device: torch.device | str,
         resolved: ResolvedMode | None = None,
         counters: Counters | None = None,
+        steps: Steps | None = None,
     ) -> None:
         capacity = {DIM: config.max_num_tokens}
         self._input_ids = StaticBuffer(
@@ -57,15 +60,36 @@ class GraphForward(Forward):
         )
         self._plan = plan
         self.descriptors = tuple(descriptors)
-        self.manager = GraphManager(plan, backend, inputs=(self._input_ids, self._positions), dim=DIM, counters=counters)
-        self.dispatcher = Dispatcher(self.descriptors, resolved=resolved, failed=self.manager.failed, max_waste=config.max_waste)
+        budget = None
+        if config.graph_memory_bytes is not None:
+            budget = MemoryBudget(limit_bytes=config.graph_memory_bytes, steps=steps, max_waste=config.max_waste)
+        inputs = (self._input_ids, self._positions)
+        self.manager = GraphManager(plan, backend, inputs=inputs, dim=DIM, counters=counters, budget=budget)
+        self.dispatcher = Dispatcher(
+            self.descriptors,
+            resolved=resolved,
+            failed=self.manager.failed,
+            trimmed=self.manager.trimmed,
+            max_waste=config.max_waste,
+        )
 
     def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._input_ids.view(self._input_ids.capacity), self._positions.view(self._positions.capacity)
 
     def capture(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]], *, lazy: bool = False) -> CaptureReport:
         """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step."""
-        return self.manager.capture(self.descriptors, lambda descriptor: dummy_context(_as_dispatch(descriptor)), lazy=lazy)
+        return self.manager.capture(
+            self.descriptors, lambda descriptor: dummy_context(_as_dispatch(descriptor)), lazy=lazy, model=self.manager.memory_model
+        )
+
+    def predict_memory(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]]) -> int:
+        """Bytes that the graphs of all descriptors will take, at most the budget; captures a few of them and releases them again."""
+        manager = self.manager
+        manager.capture(probes(self.descriptors), lambda descriptor: dummy_context(_as_dispatch(descriptor)))
+        manager.release()
+        manager.backend.reclaim()
+        predicted = 0 if manager.memory_model is None else manager.memory_model.predict(self.descriptors).total_bytes
+        return predicted if manager.budget_bytes is None else min(predicted, manager.budget_bytes)
 
     def dispatch(self, batch: Batch, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """The mode and padded sizes for this batch, in no better mode than `best`."""

@@ -221,6 +221,10 @@ class GraphManager:
         """What the captures so far tell about others, also after `release`."""
         return self._account.model
 
+    def forget_model(self) -> None:
+        """Let the next `capture` take its predictions from its own captures."""
+        self._account.model = None
+
     def memory(self) -> MemoryReport:
         """Measured and predicted bytes by descriptor."""
         return self._account.report(self.pool_bytes, sum(buffer.nbytes for buffer in self._buffers()))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rung.attention import attention_layers
 from rung.errors import ConfigError, KVCacheTooSmallError
 from rung.graphs import ConfiguredMode, GraphMode, Ladder, Reason, Shape, make_backend, plan_descriptors
 from rung.graphs.trace import StepTrace
-from rung.models import random_model
-from rung.runner import Engine, InProcessExecutor, ModelRunner, RunnerConfig, SamplingParams, Scheduler, build_runner, profile
+from rung.runner import Engine, InProcessExecutor, ModelRunner, RunnerConfig, SamplingParams, Scheduler, build, build_runner, profile
 from rung.runner.config import Mode
 from rung.runner.graph_forward import GraphForward
 from rung.runner.kv_cache import block_bytes, most_kv_blocks, num_kv_blocks
@@ -113,23 +114,22 @@ def test_another_cache_takes_the_place_of_the_first() -> None:
 
 
 def test_a_built_runner_reports_the_terms(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = random_model("tiny")
-    config = RunnerConfig(
-        max_num_requests=4, max_num_tokens=64, max_model_len=64, graphs="full_and_piecewise", capture_sizes=(1, 2, 4), memory_fraction=0.5
-    )
-    runner, _ = build_runner(module, RunnerConfig(max_num_requests=4, max_num_tokens=64, max_model_len=64, num_blocks=9))
-    per_block = block_bytes(runner.layers.values(), config.block_size, runner.dtype)
-    weights = sum(parameter.nbytes for parameter in dict.fromkeys(module.parameters()))
-    monkeypatch.setattr(profile, "free_bytes", lambda device: weights + 25 * per_block)
+    module = TinyModel()
+    module.config = SimpleNamespace(vocab_size=VOCAB)
+    config = config_of(max_num_tokens=64, max_model_len=256, graphs="piecewise", capture_sizes=(1, 2, 4), memory_fraction=0.5)
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    per_block = block_bytes(attention_layers(module).values(), config.block_size, torch.float32)
+    monkeypatch.setattr(build, "compile_model", lambda *_: (HandPlan(module), None))
+    monkeypatch.setattr(profile, "free_bytes", lambda device: weights + 200 * per_block)
     runner, start = build_runner(module, config)
     assert start.memory is not None
-    assert start.memory.weights_bytes >= weights
+    assert start.memory.weights_bytes == weights
     assert start.memory.graphs_bytes
-    assert runner.num_blocks == min(start.memory.kv_budget_bytes // per_block, most_kv_blocks(config))
+    assert runner.num_blocks == start.memory.kv_budget_bytes // per_block < most_kv_blocks(config)
     assert start.capture is not None
     assert start.capture.memory is not None
     assert start.capture.memory.total_bytes == pytest.approx(start.memory.graphs_bytes, rel=0.1)
-    assert "profile" in start.seconds
+    assert set(start.seconds) == {"compile", "allocate", "profile", "capture"}
 
 
 # --- budget ---

@@ -57,6 +57,7 @@ class CompileConfig:
     pad_unproved: bool = False  # pad dimensions whose rows nothing mixes in a test run, though some operation has no rule
     row_wise_ops: tuple[str, ...] = ()  # custom ops ("namespace::name") whose row i depends on row i of their arguments alone
     capture_sizes: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = None  # by dimension if several; None: to `maximum` or 512
+    graph_memory_bytes: int | None = None  # for pool and executables; sizes beyond run without a graph; None: no limit
     outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
     max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
@@ -68,6 +69,10 @@ class CompileConfig:
             raise ConfigError(f"maximum must be at least 1, got {self.maximum}", hint="give the largest size of the dynamic dimension")
         if self.max_variants < 1:
             raise ConfigError(f"max_variants must be at least 1, got {self.max_variants}", hint="leave it at the default of 8")
+        if self.graph_memory_bytes is not None and self.graph_memory_bytes < 0:
+            raise ConfigError(
+                f"graph_memory_bytes must be at least 0, got {self.graph_memory_bytes}", hint="leave it at the default of None for no limit"
+            )
         if self.pad and self.graphs == "none":
             raise ConfigError("pad has no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
         names = {name for dims in (self.dynamic or {}).values() for name in dims.values()}

@@ -119,6 +119,8 @@ def generate(
         generated_tokens=sum(len(completion.token_ids) for completion in stream.completions.values()),
         seconds=seconds,
         counts=runner.counters.snapshot(),
+        graph_memory=assembly.graph_memory(runner),
+        memory_plan=start_up.memory,
     )
     if as_json:
         completions = [stream.describe(index, prompt) for index, prompt in enumerate(prompts)]

@@ -97,17 +97,26 @@ class MemoryModel:
 
     def executable_bytes(self, descriptor: Descriptor) -> int:
         samples = self._samples(Kind.of(descriptor))
-        if not samples:
-            return 0
-        rows = rows_of(descriptor)
-        graphs, nodes = (_between(rows, samples, [getattr(one, name) for one in samples]) for name in ("graphs", "nodes"))
-        return round(graphs * self.bytes_per_graph + nodes * self.bytes_per_node)
+        return self._executable(rows_of(descriptor), samples) if samples else 0
 
     def pool_bytes(self, descriptors: Iterable[Descriptor]) -> int:
         rows: dict[Kind, list[int]] = {}
         for descriptor in descriptors:
             rows.setdefault(Kind.of(descriptor), []).append(rows_of(descriptor))
         return sum(self._pool_of_kind(kind, sizes) for kind, sizes in rows.items())
+
+    def size_bytes(self, size: int) -> int:
+        """What one capture size takes in all kinds that were sampled, beside the pool that sizes share."""
+        own_pool = 0 if self.shared_pool else sum(self._pool_of_kind(kind, [size]) for kind in self.samples)
+        return own_pool + sum(self._executable(size, samples) for samples in self.samples.values())
+
+    def shared_pool_bytes(self, top: int) -> int:
+        """What all sizes up to `top` share."""
+        return sum(self._pool_of_kind(kind, [top]) for kind in self.samples) if self.shared_pool else 0
+
+    def _executable(self, rows: int, samples: tuple[Sample, ...]) -> int:
+        graphs, nodes = (_between(rows, samples, [getattr(one, name) for one in samples]) for name in ("graphs", "nodes"))
+        return round(graphs * self.bytes_per_graph + nodes * self.bytes_per_node)
 
     def _pool_of_kind(self, kind: Kind, sizes: Sequence[int]) -> int:
         samples = self._samples(kind)

@@ -24,6 +24,8 @@ from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dispatch import Dispatch
 from rung.graphs.ladder import DEFAULT_TOP, Ladder
 from rung.graphs.manager import GraphManager
+from rung.graphs.memory import MemoryReport
+from rung.graphs.memory_budget import MemoryBudget
 from rung.graphs.padding import check_padding
 from rung.graphs.reasons import Reason
 
@@ -72,6 +74,9 @@ class WrappedGraphs:
             if not manager.can_replay(descriptor):
                 with _kept_state(self.compiled):
                     manager.capture([descriptor])
+                if descriptor in manager.trimmed:
+                    self.counters.add(f"step.none.{Reason.MEMORY_BUDGET}")
+                    return self.compiled(*inputs)
                 self._write(manager, inputs, descriptor)
             outputs = manager.run(dispatch)
             take = outputs.cut if self.config.outputs == "borrow" else outputs.clone
@@ -89,6 +94,10 @@ class WrappedGraphs:
                 _fill(buffer, spec, value)
             with _kept_state(self.compiled):
                 return manager.capture(descriptors)
+
+    def memory(self) -> MemoryReport | None:
+        """Bytes by captured size, None before the first capture."""
+        return None if self._manager is None else self._manager.memory()
 
     def release(self) -> None:
         """Free graphs and buffers; the next call captures again."""
@@ -135,6 +144,8 @@ class WrappedGraphs:
                 return Dispatch(none, Reason.NOT_CAPTURED)
             target[name] = padded
         descriptor = self._descriptor(self.mode, target)
+        if self._manager is not None and descriptor in self._manager.trimmed:
+            return Dispatch(none, Reason.MEMORY_BUDGET)
         bounded = len(self.dims) > 1 or not self.padded
         manager = self._manager
         if manager is not None and bounded and not manager.can_replay(descriptor) and manager.num_captured >= _MAX_GRAPHS:
@@ -186,7 +197,15 @@ class WrappedGraphs:
                 self._capacity[name] = max(size, self._capacity[name], self.ladders[name].top if name in self.padded else 0)
             device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), self.compiled.device)
             buffers = [StaticBuffer(spec, capacity=self._capacity, device=device) for spec in self._specs]
-            self._manager = GraphManager(self.compiled, make_backend(device), inputs=buffers, dim=self.dims[0], counters=self.counters)
+            limit = self.config.graph_memory_bytes
+            self._manager = GraphManager(
+                self.compiled,
+                make_backend(device),
+                inputs=buffers,
+                dim=self.dims[0],
+                counters=self.counters,
+                budget=None if limit is None else MemoryBudget(limit_bytes=limit, max_waste=None),
+            )
         return self._manager
 
     def _write(self, manager: GraphManager, inputs: Sequence[Any], descriptor: Descriptor) -> None:

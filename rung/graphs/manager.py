@@ -104,11 +104,12 @@ class GraphManager:
                 self._pending.prepare = prepare
                 self._pending.descriptors.update(wanted)
                 return CaptureReport((), (), 0.0, self.pool_bytes)
-            if self._pool is None:
-                self._pool = self.backend.new_pool()
-            largest_first = order == "largest_first"
-            self._account.begin(wanted, largest_first=largest_first, shared_pool=self._pool.shares, model=model)
-            return self._capture_all(prepare, on_failure)
+            with self.backend.session(), torch.inference_mode(False), torch.no_grad():  # one session: entering it collects garbage
+                if self._pool is None:
+                    self._pool = self.backend.new_pool()
+                largest_first = order == "largest_first"
+                self._account.begin(wanted, largest_first=largest_first, shared_pool=self._pool.shares, model=model)
+                return self._capture_all(prepare, on_failure)
 
     def _capture_all(self, prepare: Prepare, on_failure: str) -> CaptureReport:
         """Capture what the account asks for."""
@@ -116,16 +117,15 @@ class GraphManager:
         account, before = self._account, set(self._programs)
         failures: list[CaptureError] = []
         self.generation += 1  # captures overwrite what replays left in the pool
-        with self.backend.session(), torch.inference_mode(False), torch.no_grad():
-            while (descriptor := account.next()) is not None:
-                try:
-                    account.add(self._capture_one(descriptor, prepare))
-                except CaptureError as error:
-                    self.failed.add(descriptor)
-                    failures.append(error)
-                    account.drop(descriptor)
-                if withdrawn := account.withdrawn():
-                    self._withdraw(withdrawn)
+        while (descriptor := account.next()) is not None:
+            try:
+                account.add(self._capture_one(descriptor, prepare))
+            except CaptureError as error:
+                self.failed.add(descriptor)
+                failures.append(error)
+                account.drop(descriptor)
+            if account.withdrawn():
+                self._withdraw()
         self.failed.update(account.trimmed)
         self.backend.synchronize()
         entries = tuple(entry for one, entry in account.entries.items() if one not in before)
@@ -158,7 +158,7 @@ class GraphManager:
         clock.lap("account")
         return CaptureEntry(descriptor, clock.total, pool_bytes, program.launches, executable_bytes, program.nodes, clock.seconds)
 
-    def _withdraw(self, descriptors: Sequence[Descriptor]) -> None:
+    def _withdraw(self) -> None:
         """Give up graphs for the budget. The pool keeps the memory of its largest user, so everything starts anew in another one."""
         for program in self._programs.values():
             program.release()
@@ -227,7 +227,8 @@ class GraphManager:
 
     def memory(self) -> MemoryReport:
         """Measured and predicted bytes by descriptor."""
-        return self._account.report(self.pool_bytes, sum(buffer.nbytes for buffer in self._buffers()))
+        buffer_bytes = sum(buffer.nbytes for buffer in self._buffers())
+        return self._account.report(self.pool_bytes, buffer_bytes, self.backend.why_no_nodes())
 
     def program(self, descriptor: Descriptor) -> ReplayProgram:
         """The captured program, for inspection. Raises `KeyError` when there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -179,7 +179,7 @@ class MemoryReport:
     predicted: Prediction | None = None  # for what was planned and not trimmed; None: nothing was captured that tells
     budget_bytes: int | None = None
     model: MemoryModel | None = None
-    nodes_missing: str | None = field(default=None)  # why nodes are not counted
+    nodes_missing: str | None = None  # why nodes are not counted
 
     @property
     def total_bytes(self) -> int:
@@ -198,6 +198,7 @@ class MemoryReport:
             "buffer_bytes": self.buffer_bytes,
             "predicted_bytes": None if self.predicted is None else self.predicted.total_bytes,
             "budget_bytes": self.budget_bytes,
+            "nodes_missing": self.nodes_missing,
             "trimmed": [str(one) for one in self.trimmed],
             "entries": [
                 {

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 class MemoryAccount:
     """Orders captures, fits the model once the probes are captured, and trims. Captures nothing itself: the manager asks for `next`,
-    reports with `add` or `drop`, and releases what `withdrawn` says. Not thread-safe: the manager's lock covers it."""
+    reports with `add` or `drop`, and releases when `withdrawn` says so. Not thread-safe: the manager's lock covers it."""
 
     def __init__(self, budget: MemoryBudget | None) -> None:
         self.budget = budget
@@ -56,7 +56,7 @@ class MemoryAccount:
         return None
 
     def add(self, entry: CaptureEntry) -> None:
-        """A capture has come. What must go stands in `withdrawn` afterwards."""
+        """A capture has come; see `withdrawn` afterwards."""
         self.entries[entry.descriptor] = entry
         if self.budget is not None and self.pool_bytes + self.executable_bytes > self.budget.limit_bytes:
             self._note([entry.descriptor])
@@ -67,9 +67,9 @@ class MemoryAccount:
         self._planned.remove(descriptor)
         self._settle(descriptor)
 
-    def withdrawn(self) -> list[Descriptor]:
-        """Captured descriptors that were trimmed since."""
-        return [one for one in self.entries if one in self.trimmed]
+    def withdrawn(self) -> bool:
+        """Whether a captured descriptor was trimmed since: then all are released, and `start_over` follows."""
+        return not self.trimmed.isdisjoint(self.entries)
 
     def start_over(self) -> None:
         """All graphs and the pool were released: what was captured and not trimmed comes again, before the rest."""
@@ -91,7 +91,7 @@ class MemoryAccount:
     def executable_bytes(self) -> int:
         return max(sum(entry.executable_bytes for entry in self.entries.values()), 0)
 
-    def report(self, pool_bytes: int, buffer_bytes: int) -> MemoryReport:
+    def report(self, pool_bytes: int, buffer_bytes: int, nodes_missing: str | None) -> MemoryReport:
         wanted = [one for one in self._planned if one not in self.trimmed]
         return MemoryReport(
             pool_bytes=pool_bytes,
@@ -102,6 +102,7 @@ class MemoryAccount:
             predicted=None if self.model is None else self.model.predict(wanted),
             budget_bytes=None if self.budget is None else self.budget.limit_bytes,
             model=self.model,
+            nodes_missing=nodes_missing,
         )
 
     def _settle(self, descriptor: Descriptor) -> None:

@@ -91,6 +91,10 @@ class GraphBackend(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def why_no_nodes(self) -> str | None:
+        """Why graphs have no `nodes`, None when they have."""
+        return None
+
     @abstractmethod
     def new_pool(self) -> GraphPool:
         """A pool that the caller owns."""

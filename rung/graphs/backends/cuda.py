@@ -12,7 +12,7 @@ import torch
 from rung.compile.bound import BoundStep
 from rung.errors import InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
-from rung.graphs.backends.driver import count_captured_nodes, upload_graph
+from rung.graphs.backends.driver import count_captured_nodes, upload_graph, why_no_driver
 from rung.torch_compat import end_allocation_to_pool
 
 _TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by item size; the true type is put back with view(dtype)
@@ -131,6 +131,9 @@ class CudaBackend(GraphBackend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)
+
+    def why_no_nodes(self) -> str | None:
+        return why_no_driver()
 
     def new_pool(self) -> CudaPool:
         return CudaPool(self)

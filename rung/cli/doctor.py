@@ -35,6 +35,7 @@ def examine() -> dict[str, Any]:
     import torch
 
     from rung import config, torch_compat
+    from rung.launch import launch_road
 
     store = config.cache_dir()
     return {
@@ -47,6 +48,7 @@ def examine() -> dict[str, Any]:
         "attention_backends": _attention_backends(),
         "graph_backends": _graph_backends(),
         "graph_nodes": _graph_nodes(),
+        "kernel_launches": launch_road(),
     }
 
 
@@ -133,4 +135,5 @@ def _show(found: dict[str, Any]) -> None:
     rows += [(f"attention {name}", reason) for name, reason in found["attention_backends"].items()]
     rows += [(f"graphs {name}", reason) for name, reason in found["graph_backends"].items()]
     rows += [("graph nodes", found["graph_nodes"])]
+    rows += [("kernel launches", found["kernel_launches"])]
     console().print(table("", ("what", "found"), rows))

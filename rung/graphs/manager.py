@@ -26,7 +26,6 @@ from rung.graphs.memory_account import MemoryAccount
 from rung.graphs.memory_budget import MemoryBudget
 from rung.graphs.outputs import Outputs
 from rung.graphs.program import ReplayProgram
-from rung.graphs.reasons import Reason
 
 Prepare = Callable[[Descriptor], AbstractContextManager[Any]]
 
@@ -46,8 +45,9 @@ class GraphManager:
 
     `inputs` are the plan's inputs in order: static buffers, or values that never change. The caller writes into the buffers and then calls
     `run`. `prepare(descriptor)` is entered around the warm-up and the capture of a size: it sets the forward context with harmless metadata
-    for that size and must leave what it changes as it was. `parameters` lists what graphs read besides their inputs, for the address check.
-    With a `budget`, descriptors whose graphs would not fit are trimmed.
+    for that size and must leave what it changes as it was. `plan_of` names the plan of a descriptor that runs another one over the same
+    inputs. `parameters` lists what graphs read besides their inputs, for the address check. With a `budget`, descriptors whose graphs would
+    not fit are trimmed.
 
     Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream."""
 
@@ -61,9 +61,11 @@ class GraphManager:
         counters: Counters | None = None,
         generators: Sequence[torch.Generator] = (),
         parameters: NamedTensors | None = None,
+        plan_of: Callable[[Descriptor], BoundPlan] | None = None,
         budget: MemoryBudget | None = None,
     ) -> None:
         self.plan = plan
+        self._plan_of = plan_of or (lambda descriptor: plan)
         self.backend = backend
         self.inputs = tuple(inputs)
         self.dim = dim
@@ -142,13 +144,13 @@ class GraphManager:
         clock = _Clock()
         with prepare(descriptor):
             clock.lap("prepare")
-            warm_up(self.plan, descriptor, inputs)
+            warm_up(self._plan_of(descriptor), descriptor, inputs)
             clock.lap("warm-up")
             if self._guard is not None:
                 self._guard.snapshot()
             others_before = pool.executable_bytes()
             clock.lap("account")
-            program = capture_program(self.plan, self.backend, pool, descriptor, inputs, self._generators)
+            program = capture_program(self._plan_of(descriptor), self.backend, pool, descriptor, inputs, self._generators)
             clock.lap("capture")
         clock.lap("prepare")
         self._programs[descriptor] = program
@@ -173,7 +175,7 @@ class GraphManager:
         """Run one step over what the buffers hold: replay the descriptor's graphs, or the plan itself at exact sizes for mode NONE.
 
         Raises `CaptureError` when the descriptor was neither captured nor planned lazily, `AddressChangedError` when inputs moved."""
-        dispatch = step if isinstance(step, Dispatch) else Dispatch(step, Reason.BEST)
+        dispatch = step if isinstance(step, Dispatch) else Dispatch(step)
         descriptor = dispatch.descriptor
         with self._lock:
             if descriptor.mode is GraphMode.NONE:
@@ -189,7 +191,7 @@ class GraphManager:
 
     def count_step(self, dispatch: Dispatch) -> None:
         """Count a step under `step.<mode>.<reason>`; for callers that run a step without the manager."""
-        self.counters.add(f"step.{dispatch.descriptor.mode}.{dispatch.reason}")
+        self.counters.add(dispatch.counter)
 
     def can_replay(self, descriptor: Descriptor) -> bool:
         """Whether `run` would replay without capturing first."""

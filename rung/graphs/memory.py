@@ -21,13 +21,13 @@ class Kind:
     """Descriptors whose graphs differ in size alone, so that a few of them tell about the others."""
 
     mode: str
-    uniform: bool = False
+    query_len: int = 0  # of every request; 0: any
     adapters: int = 0
     variant: str = ""
 
     @classmethod
     def of(cls, descriptor: Descriptor) -> Kind:
-        return cls(descriptor.mode.value, descriptor.uniform_query_len is not None, descriptor.adapters, descriptor.variant)
+        return cls(descriptor.mode.value, descriptor.uniform_query_len or 0, descriptor.adapters, descriptor.variant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class MemoryModel:
                 raise ValueError(f"{value['format']} {value['version']}")
             samples: dict[Kind, list[Sample]] = {}
             for row in value["samples"]:
-                kind = Kind(GraphMode(row["mode"]).value, bool(row["uniform"]), int(row["adapters"]), str(row["variant"]))
+                kind = Kind(GraphMode(row["mode"]).value, int(row["query_len"]), int(row["adapters"]), str(row["variant"]))
                 samples.setdefault(kind, []).append(Sample(*(int(row[name]) for name in Sample.__slots__)))
             return cls(
                 samples={kind: tuple(found) for kind, found in samples.items()},

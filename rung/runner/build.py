@@ -20,7 +20,9 @@ from rung.config import CompileConfig
 from rung.counters import Counters
 from rung.errors import ConfigError
 from rung.graphs import CaptureReport, ConfiguredMode, make_backend, plan_descriptors, resolve_mode
+from rung.graphs.capture import has_host_breaks
 from rung.graphs.memory_budget import Steps
+from rung.launch import launch_road
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Engine
 from rung.runner.executor import InProcessExecutor
@@ -43,6 +45,7 @@ class StartUp:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     attention: str = ""  # the attention backend and why
     step_ops: str = ""  # the operations that build a step's inputs, and why when they are not the fast ones
+    kernel_launches: str = ""  # how our Triton kernels are launched, a `launch_road()`
     compile: CompileReport | None = None
     capture: CaptureReport | None = None
     memory: MemoryPlan | None = None  # how the KV cache was sized; None: by the configuration, or every slot fits easily
@@ -71,6 +74,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     attention = _choose_attention(module, config, dtype, device)
     start.attention = attention.why
     steps = recorded_steps(config)
+    start.kernel_launches = launch_road()
     trace = open_step_trace(config, attention.support)
     forward: Forward = EagerForward(module, counters)
     call: Callable[..., Any] = module
@@ -146,7 +150,13 @@ def _graph_forward(
     steps: Steps | None,
 ) -> GraphForward:
     mode = ConfiguredMode(config.graphs)
-    descriptors = plan_descriptors(capture_ladder(config), mode, max_num_requests=config.max_num_requests, capture_support=support)
+    descriptors = plan_descriptors(
+        capture_ladder(config),
+        mode,
+        max_num_requests=config.max_num_requests,
+        uniform_query_lens=config.decode_query_lens,
+        capture_support=support,
+    )
     return GraphForward(
         compiled,
         make_backend(device),
@@ -154,7 +164,7 @@ def _graph_forward(
         config,
         vocab_size=module.config.vocab_size,
         device=device,
-        resolved=resolve_mode(mode, support),
+        resolved=resolve_mode(mode, support, max(config.decode_query_lens), host_breaks=has_host_breaks(compiled)),
         counters=counters,
         steps=steps,
     )

@@ -25,8 +25,13 @@ class RunnerConfig:
     long_prefill_chunk: int | None = None  # at most this many prompt tokens of one request in a step; None: the whole budget
     steps_in_flight: int = 2  # steps enqueued before the oldest one's tokens are read
     graphs: Mode = "none"
+    decode_query_lens: tuple[int, ...] = (1,)  # tokens of a decode that full graphs are made for; (1, 4) with three drafts a request
     capture_sizes: tuple[int, ...] | None = None  # None: the default ladder
     graph_memory_bytes: int | None = None  # for pool and executables of all graphs; the least valuable sizes are left out; None: no limit
+    # Full decode graphs build their inputs, sample and advance the requests themselves. None: on CUDA; a CPU has no launches to save, and
+    # would draw noise for greedy rows too.
+    decode_in_graph: bool | None = None
+    replay_steps: int = 1  # decode steps in a row without the host, when no request waits; tokens then come in groups
     lazy_capture: bool = False  # capture each size at its first step
     max_waste: float | None = 2.0  # pad a step to at most so many times its tokens, else run it without a graph; None: no cap
     step_trace: str | Path | None = None  # `build_runner` appends a line for each step to this file (docs/trace.md)
@@ -36,7 +41,7 @@ class RunnerConfig:
     def __post_init__(self) -> None:
         if self.graphs not in get_args(Mode):
             raise ConfigError(f"graphs must be one of {', '.join(get_args(Mode))}; got {self.graphs!r}", hint="use 'none' if unsure")
-        for name in ("max_num_requests", "max_num_tokens", "max_model_len", "block_size", "steps_in_flight"):
+        for name in ("max_num_requests", "max_num_tokens", "max_model_len", "block_size", "steps_in_flight", "replay_steps"):
             _at_least(name, getattr(self, name), 1)
         if self.max_model_len < 2:
             raise ConfigError(
@@ -46,6 +51,10 @@ class RunnerConfig:
         for name, least in (("num_blocks", 2), ("kv_cache_bytes", 1), ("long_prefill_chunk", 1), ("graph_memory_bytes", 0)):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), least)
+        if not self.decode_query_lens:
+            raise ConfigError("decode_query_lens names no length", hint="leave it at (1,)")
+        for length in self.decode_query_lens:
+            _at_least("decode_query_lens", length, 1)
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}", hint="0.9 leaves a tenth for activations")
         if self.max_waste is not None and self.max_waste < 1:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
+from rung.graphs import Dispatch, Reason, exact
 from rung.runner.batch import Batch
 
-StepMode = Literal["none", "piecewise", "full"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch:
-    """How one batch runs. `num_requests` is the padded count under FULL and None otherwise."""
-
-    mode: StepMode
-    num_tokens: int  # padded
-    num_requests: int | None = None
-    max_query_len: int | None = None  # under FULL: the bound that holds for every batch of the graph
-    descriptor: Any = None  # of the graph
-    choice: Any = None  # what the forward wants to find again in `run`
+if TYPE_CHECKING:
+    from rung.runner.decode import DecodeStep
 
 
 class Forward(ABC):
@@ -37,6 +26,18 @@ class Forward(ABC):
     def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The buffers for input ids (int32) and positions (int64) that the forward wants the runner to fill; None: any."""
         return None
+
+    def bind_decode(self, decode: DecodeStep) -> None:
+        """Called once by the runner: what a forward needs to put a whole decode step into a graph."""
+        return
+
+    def advances(self, dispatch: Dispatch) -> bool:
+        """Whether this dispatch runs by `advance` instead of `run`."""
+        return False
+
+    def advance(self, dispatch: Dispatch) -> torch.Tensor:
+        """One whole decode step from the slots, sampling included; logits [dispatch.num_tokens, vocab], which hold until the next step."""
+        raise NotImplementedError
 
     @abstractmethod
     def dispatch(self, batch: Batch) -> Dispatch:
@@ -55,9 +56,9 @@ class EagerForward(Forward):
         self.counters = counters if counters is not None else Counters()
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        return Dispatch(mode="none", num_tokens=batch.num_tokens)
+        return Dispatch(exact(batch.shape), Reason.GRAPHS_OFF)
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        self.counters.add("step.none.graphs_off")
+        self.counters.add(dispatch.counter)
         with set_forward_context(context):
             return self._module(input_ids, positions)

@@ -10,26 +10,16 @@ import torch
 from rung.compile.bound import BoundPlan
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
-from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatcher, GraphBackend, GraphManager, GraphMode, Shape, StaticBuffer
-from rung.graphs.dispatch import Dispatch as GraphDispatch
+from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatch, Dispatcher, GraphBackend, GraphManager, GraphMode, StaticBuffer
 from rung.graphs.dispatch import ResolvedMode
 from rung.graphs.memory import probes
 from rung.graphs.memory_budget import MemoryBudget, Steps
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
-from rung.runner.forward import Dispatch, Forward
+from rung.runner.decode import DecodePlan, DecodeStep
+from rung.runner.forward import Forward
 
 DIM = "tokens"
-
-
-def batch_shape(batch: Batch) -> Shape:
-    """What the dispatcher asks about a batch."""
-    return Shape(
-        num_tokens=batch.num_tokens,
-        num_requests=batch.num_requests,
-        uniform_query_len=batch.uniform_query_len,
-        max_query_len=batch.max_query_len,
-    )
 
 
 class GraphForward(Forward):
@@ -60,11 +50,12 @@ class GraphForward(Forward):
         )
         self._plan = plan
         self.descriptors = tuple(descriptors)
+        self._decode_plan: DecodePlan | None = None
         budget = None
         if config.graph_memory_bytes is not None:
             budget = MemoryBudget(limit_bytes=config.graph_memory_bytes, steps=steps, max_waste=config.max_waste)
         inputs = (self._input_ids, self._positions)
-        self.manager = GraphManager(plan, backend, inputs=inputs, dim=DIM, counters=counters, budget=budget)
+        self.manager = GraphManager(plan, backend, inputs=inputs, dim=DIM, counters=counters, plan_of=self._plan_of, budget=budget)
         self.dispatcher = Dispatcher(
             self.descriptors,
             resolved=resolved,
@@ -79,41 +70,41 @@ class GraphForward(Forward):
     def capture(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]], *, lazy: bool = False) -> CaptureReport:
         """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step."""
         return self.manager.capture(
-            self.descriptors, lambda descriptor: dummy_context(_as_dispatch(descriptor)), lazy=lazy, model=self.manager.memory_model
+            self.descriptors, lambda descriptor: dummy_context(Dispatch(descriptor)), lazy=lazy, model=self.manager.memory_model
         )
 
     def predict_memory(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]]) -> int:
         """Bytes that the graphs of all descriptors will take, at most the budget; captures a few of them and releases them again."""
         manager = self.manager
-        manager.capture(probes(self.descriptors), lambda descriptor: dummy_context(_as_dispatch(descriptor)))
+        manager.capture(probes(self.descriptors), lambda descriptor: dummy_context(Dispatch(descriptor)))
         manager.release()
         manager.backend.reclaim()
         predicted = 0 if manager.memory_model is None else manager.memory_model.predict(self.descriptors).total_bytes
         return predicted if manager.budget_bytes is None else min(predicted, manager.budget_bytes)
 
+    def bind_decode(self, decode: DecodeStep) -> None:
+        self._decode_plan = DecodePlan(self._plan, decode)
+
+    def advances(self, dispatch: Dispatch) -> bool:
+        return self._decode_plan is not None and _is_decode(dispatch.descriptor)
+
+    def advance(self, dispatch: Dispatch) -> torch.Tensor:
+        logits: torch.Tensor = self.manager.run(dispatch).borrow()[0]
+        return logits
+
     def dispatch(self, batch: Batch, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """The mode and padded sizes for this batch, in no better mode than `best`."""
-        return self.as_dispatch(self.dispatcher.dispatch(batch_shape(batch), best=best))
+        return self.dispatcher.dispatch(batch.shape, best=best)
 
-    @staticmethod
-    def as_dispatch(choice: GraphDispatch) -> Dispatch:
-        """The runner's view of a decision of the dispatcher."""
-        return _as_dispatch(choice.descriptor, choice)
+    def _plan_of(self, descriptor: Descriptor) -> BoundPlan:
+        return self._decode_plan if self._decode_plan is not None and _is_decode(descriptor) else self._plan
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         with set_forward_context(context):
-            outputs = self.manager.run(dispatch.choice or dispatch.descriptor)
+            outputs = self.manager.run(dispatch)
         hidden: torch.Tensor = self._plan.restore(outputs.borrow(), (input_ids, positions))
         return hidden
 
 
-def _as_dispatch(descriptor: Descriptor, choice: object = None) -> Dispatch:
-    full = descriptor.mode == "full"
-    return Dispatch(
-        mode=descriptor.mode.value,
-        num_tokens=descriptor.num_tokens,
-        num_requests=descriptor.num_requests if full else None,
-        max_query_len=(descriptor.max_query_len or descriptor.num_tokens) if full else None,
-        descriptor=descriptor,
-        choice=choice,
-    )
+def _is_decode(descriptor: Descriptor) -> bool:
+    return descriptor.mode is GraphMode.FULL and descriptor.uniform_query_len == 1

@@ -19,14 +19,13 @@ class InputBuffers:
 
     input_ids: torch.Tensor  # int32 [T]
     positions: torch.Tensor  # int64 [T]
-    is_padding: torch.Tensor  # bool [T]
     query_start_loc: torch.Tensor  # int32 [R + 1]
     seq_lens: torch.Tensor  # int32 [R]
     idx_mapping: torch.Tensor  # int64 [R], slots in batch order, -1 behind the batch
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.input_ids, self.positions, self.is_padding, self.query_start_loc, self.seq_lens, self.idx_mapping)
+        return (self.input_ids, self.positions, self.query_start_loc, self.seq_lens, self.idx_mapping)
 
     @classmethod
     def allocate(
@@ -47,7 +46,6 @@ class InputBuffers:
         return cls(
             input_ids=input_ids,
             positions=positions,
-            is_padding=torch.ones(max_num_tokens, dtype=torch.bool, device=device),
             query_start_loc=torch.zeros(max_num_requests + 1, dtype=torch.int32, device=device),
             seq_lens=torch.zeros(max_num_requests, dtype=torch.int32, device=device),
             idx_mapping=torch.full((max_num_requests,), -1, dtype=torch.int64, device=device),
@@ -62,6 +60,7 @@ class InputBuilder:
         self._slots = slots
         self._transfer = transfer
         self._ops = ops
+        self._uploaded: tuple[tuple[str, ...], bytes, bytes] | None = None  # what the device holds, unless it changed that itself
 
     def upload(self, batch: Batch) -> None:
         """Enqueue the two host arrays of the step."""
@@ -72,6 +71,16 @@ class InputBuilder:
         query_start_loc[: batch.num_requests + 1] = batch.query_start_loc
         self._transfer.copy_into(idx_mapping, self.buffers.idx_mapping)
         self._transfer.copy_into(query_start_loc, self.buffers.query_start_loc)
+        self._uploaded = _identity(batch)
+
+    def keep(self, batch: Batch) -> None:
+        """Enqueue them unless the last batch was the same."""
+        if self._uploaded != _identity(batch):
+            self.upload(batch)
+
+    def forget(self) -> None:
+        """Requests came or went: the next batch is uploaded."""
+        self._uploaded = None
 
     def build(self, num_tokens_padded: int, has_prefill: bool) -> None:
         """Enqueue ids, positions and lengths of the uploaded batch."""
@@ -81,7 +90,6 @@ class InputBuilder:
             buffers.query_start_loc,
             slots.num_computed_tokens,
             buffers.positions,
-            buffers.is_padding,
             buffers.seq_lens,
             num_tokens_padded,
         )
@@ -89,3 +97,7 @@ class InputBuilder:
         if has_prefill:
             ops.prefill_ids(*layout, slots.all_token_ids, buffers.input_ids, num_tokens_padded)
         ops.last_sampled_ids(*layout, slots.last_sampled_tokens, buffers.input_ids, num_tokens_padded)
+
+
+def _identity(batch: Batch) -> tuple[tuple[str, ...], bytes, bytes]:
+    return batch.request_ids, batch.idx_mapping.tobytes(), batch.query_start_loc.tobytes()

@@ -20,11 +20,13 @@ class NewRequest:
     block_ids: BlockIds
     sampling: SamplingParams
     num_computed_tokens: int = 0  # tokens whose keys and values are in the cache already
+    stop_token_ids: frozenset[int] = frozenset()  # lets the device see the end of a request before the host does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedRequest:
-    """A request that has a slot. `resumed` replaces its block ids, otherwise the new ones are appended."""
+    """A change of a request that has a slot; one that only goes on need not be named. `resumed` replaces its block ids, otherwise the new
+    ones are appended."""
 
     request_id: str
     num_computed_tokens: int
@@ -41,6 +43,10 @@ class StepPlan:
     num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)  # request id -> tokens of this step
     finished_request_ids: frozenset[str] = frozenset()
     preempted_request_ids: frozenset[str] = frozenset()
+    # Decode so many steps in a row; every request has one token to compute, and blocks for all of the steps.
+    num_steps: int = 1
+    # The caller hands a grammar mask to `sample_tokens`.
+    has_bitmask: bool = False
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from rung.context import set_forward_context
+from rung.graphs import Dispatch, exact
 from rung.runner.batch import dummy_batch, dummy_query_lens
 from rung.runner.config import RunnerConfig
-from rung.runner.forward import Dispatch
 from rung.runner.graph_forward import GraphForward
 from rung.runner.kv_cache import block_bytes, free_bytes, most_kv_blocks
 from rung.runner.memory_plan import MemoryPlan
@@ -81,7 +81,7 @@ def _peak_activations(runner: ModelRunner, call: Callable[..., Any]) -> int | No
 def _largest_step(runner: ModelRunner, call: Callable[..., Any]) -> None:
     config = runner.config
     batch = dummy_batch(dummy_query_lens(config.max_num_tokens, config.max_num_requests, config.max_model_len))
-    step = runner.prepare(batch, Dispatch(mode="none", num_tokens=batch.num_tokens))
+    step = runner.prepare(batch, Dispatch(exact(batch.shape)))
     rows = batch.num_tokens
     with set_forward_context(step.context):
         hidden = call(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 if TYPE_CHECKING:
+    from rung.runner.ops.decode_base import DecodeOps
     from rung.runner.slots import RequestSlots
 
 
@@ -23,6 +24,11 @@ class StepOps(ABC):
 
     name: ClassVar[str]
 
+    @property
+    @abstractmethod
+    def decode(self) -> DecodeOps:
+        """The operations of decode graphs, of the same kind."""
+
     @abstractmethod
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
         """`target.flatten()[index] = values`; the positions (int64 [N]) are unique."""
@@ -34,7 +40,6 @@ class StepOps(ABC):
         query_start_loc: torch.Tensor,
         num_computed_tokens: torch.Tensor,  # int32 [R]
         positions: torch.Tensor,  # out, int64 [T]
-        is_padding: torch.Tensor,  # out, bool [T]
         seq_lens: torch.Tensor,  # out, int32 [R]
         num_rows: int,
     ) -> None:

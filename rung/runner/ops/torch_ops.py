@@ -8,6 +8,7 @@ import torch
 
 from rung.attention import PAD_SLOT
 from rung.runner.ops.base import StepOps
+from rung.runner.ops.torch_decode import TorchDecodeOps
 
 if TYPE_CHECKING:
     from rung.runner.slots import RequestSlots
@@ -17,6 +18,7 @@ class TorchStepOps(StepOps):
     """Vectorised over rows; each row finds its request by a search in `query_start_loc`."""
 
     name: ClassVar[str] = "torch"
+    decode = TorchDecodeOps()
 
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
         target.view(-1).index_copy_(0, index, values)
@@ -27,7 +29,6 @@ class TorchStepOps(StepOps):
         query_start_loc: torch.Tensor,
         num_computed_tokens: torch.Tensor,
         positions: torch.Tensor,
-        is_padding: torch.Tensor,
         seq_lens: torch.Tensor,
         num_rows: int,
     ) -> None:
@@ -37,7 +38,6 @@ class TorchStepOps(StepOps):
         rows, request, real = _rows(query_start_loc, num_rows)
         within = rows - query_start_loc[request]
         positions[:num_rows] = torch.where(real, computed[request] + within, 0)
-        torch.logical_not(real, out=is_padding[:num_rows])
 
     def prefill_ids(
         self,

@@ -17,7 +17,7 @@ from rung.errors import CaptureError
 from rung.graphs.backends.base import GraphBackend, GraphPool
 from rung.graphs.buffers import StaticBuffer
 from rung.graphs.capture import capture_program, warm_up
-from rung.graphs.capture_report import CaptureEntry, CaptureReport
+from rung.graphs.capture_report import CaptureEntry, CaptureReport, Clock
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dispatch import Dispatch, capture_order
 from rung.graphs.guard import AddressGuard, NamedTensors
@@ -141,7 +141,7 @@ class GraphManager:
     def _capture_one(self, descriptor: Descriptor, prepare: Prepare) -> CaptureEntry:
         pool = self._pool = self._pool or self.backend.new_pool()
         inputs = self._views(descriptor)
-        clock = _Clock()
+        clock = Clock()
         with prepare(descriptor):
             clock.lap("prepare")
             warm_up(self._plan_of(descriptor), descriptor, inputs)
@@ -300,23 +300,6 @@ class GraphManager:
 
     def _current_generation(self) -> int:
         return self.generation
-
-
-class _Clock:
-    """Seconds by phase: `lap` ends one."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._start = self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now
-
-    @property
-    def total(self) -> float:
-        return self._last - self._start
 
 
 def _eager(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:

@@ -33,6 +33,7 @@ Prepare = Callable[[Descriptor], AbstractContextManager[Any]]
 @dataclass(slots=True)
 class _Pending:
     prepare: Prepare
+    model: MemoryModel | None = None
     descriptors: set[Descriptor] = field(default_factory=set)
 
 
@@ -103,7 +104,9 @@ class GraphManager:
             wanted = [d for d in descriptors if d.mode is not GraphMode.NONE and d not in self._programs]
             if lazy:
                 self._pending = self._pending or _Pending(prepare)
-                self._pending.prepare = prepare
+                self._pending.prepare, self._pending.model = prepare, model
+                self._account.foresee(wanted, model)
+                self.failed.update(self._account.trimmed)
                 self._pending.descriptors.update(wanted)
                 return CaptureReport((), (), 0.0, self.pool_bytes)
             with self.backend.session(), torch.inference_mode(False), torch.no_grad():  # one session: entering it collects garbage
@@ -278,7 +281,7 @@ class GraphManager:
             )
         saved = [buffer.view(buffer.capacity).clone() for buffer in self._buffers()]
         try:
-            self.capture([descriptor], self._pending.prepare)
+            self.capture([descriptor], self._pending.prepare, model=self._pending.model)
         finally:
             self._pending.descriptors.discard(descriptor)
             for buffer, values in zip(self._buffers(), saved, strict=True):

@@ -41,8 +41,12 @@ class MemoryAccount:
             self._queue = deque([*capture_order(first), *capture_order(rest)])
         else:
             self._queue = deque(descriptors)
-        self._planned += [one for one in descriptors if one not in self._planned]
         self._probes = set(first)
+        self.foresee(descriptors, model)
+
+    def foresee(self, descriptors: Sequence[Descriptor], model: MemoryModel | None) -> None:
+        """`descriptors` will be captured, now or later; a model trims them ahead."""
+        self._planned += [one for one in descriptors if one not in self._planned]
         if model is not None:
             self.model = model
             self._trim()

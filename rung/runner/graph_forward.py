@@ -68,7 +68,10 @@ class GraphForward(Forward):
         return self._input_ids.view(self._input_ids.capacity), self._positions.view(self._positions.capacity)
 
     def capture(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]], *, lazy: bool = False) -> CaptureReport:
-        """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step."""
+        """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step. With a budget that too
+        predicts first: a step that was dispatched to a size cannot go back."""
+        if lazy and self.manager.budget_bytes is not None and self.manager.memory_model is None:
+            self.predict_memory(dummy_context)
         return self.manager.capture(
             self.descriptors, lambda descriptor: dummy_context(Dispatch(descriptor)), lazy=lazy, model=self.manager.memory_model
         )

@@ -135,18 +135,19 @@ def test_a_built_runner_reports_the_terms(monkeypatch: pytest.MonkeyPatch) -> No
 # --- budget ---
 
 
-def test_over_the_graph_budget_steps_run_slower_with_the_reason_and_the_same_tokens() -> None:
+@pytest.mark.parametrize("lazy", [False, True])
+def test_over_the_graph_budget_sizes_are_trimmed_and_the_others_give_the_same_tokens(lazy: bool) -> None:
     free, _ = make(config_of())
     forward_of(free).capture(free.dummy_context)
     limit = forward_of(free).manager.memory().total_bytes // 3
     runner, _ = make(config_of(graph_memory_bytes=limit))
     forward = forward_of(runner)
-    forward.capture(runner.dummy_context)
-    assert 0 < forward.manager.memory().total_bytes <= limit
+    forward.capture(runner.dummy_context, lazy=lazy)
     assert forward.manager.trimmed
     engine = Engine(InProcessExecutor(runner), Scheduler(runner.config, runner.num_blocks), vocab_size=VOCAB)
     completions = engine.generate(prompts_of(1), SamplingParams(max_tokens=9))
     assert [list(c.token_ids) for c in completions] == [runner.module.greedy(p, 9) for p in prompts_of(1)]
+    assert 0 < forward.manager.memory().total_bytes <= limit
     assert forward.manager.counters["step.none.capture_failed"] == 0
 
 

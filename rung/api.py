@@ -34,7 +34,8 @@ class Handle(RuntimeState):
     def report(self) -> list[dict[str, Any]]:
         """One dict a trace: where it came from and why, seconds by phase, pieces, unique pieces, what the passes did.
 
-        `rows` says for each padded dimension None when its rows are proved independent, else what prevents the proof."""
+        `rows` says for each padded dimension None when its rows are proved independent, else what prevents the proof; `graph_memory` has
+        the bytes of captured graphs by size, None without any."""
         return [
             {
                 "plan_key": variant.report.plan_key,
@@ -47,6 +48,7 @@ class Handle(RuntimeState):
                 "bounds": dict(variant.compiled.plan.bounds),
                 "rows": {name: verdict and str(verdict) for name, verdict in variant.compiled.plan.rows.items()},
                 "passes": variant.report.passes,
+                "graph_memory": _graph_memory(variant),
             }
             for variant in self._entry.variants.values()
         ]
@@ -103,6 +105,12 @@ class Handle(RuntimeState):
         import copy
 
         return Handle(copy.deepcopy(self._entry, memo))
+
+
+def _graph_memory(variant: Variant) -> dict[str, Any] | None:
+    memory = getattr(variant.run, "memory", None)
+    report = None if memory is None else memory()
+    return None if report is None else report.as_json()
 
 
 def wrap(target: Any, *, config: CompileConfig | None = None, **options: Any) -> Any:

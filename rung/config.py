@@ -59,6 +59,7 @@ class CompileConfig:
     row_wise_ops: tuple[str, ...] = ()  # custom ops ("namespace::name") whose row i depends on row i of their arguments alone
     capture_sizes: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = None  # by dimension if several; None: to `maximum` or 512
     max_waste: float | None = 2.0  # pad a dimension to at most so many times its size, else run without a graph; None: no cap
+    graph_memory_bytes: int | None = None  # for pool and executables; sizes beyond run without a graph; None: no limit
     outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
     on_address_change: str = "recapture"  # when a tensor that graphs read was replaced: one of ADDRESS_POLICIES
     max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
@@ -74,6 +75,10 @@ class CompileConfig:
             raise ConfigError(f"max_variants must be at least 1, got {self.max_variants}", hint="leave it at the default of 8")
         if self.max_waste is not None and self.max_waste < 1:
             raise ConfigError(f"max_waste must be at least 1, got {self.max_waste}", hint="2.0 pads to at most twice the size")
+        if self.graph_memory_bytes is not None and self.graph_memory_bytes < 0:
+            raise ConfigError(
+                f"graph_memory_bytes must be at least 0, got {self.graph_memory_bytes}", hint="leave it at the default of None for no limit"
+            )
         if self.pad and self.graphs == "none":
             raise ConfigError("pad has no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
         names = {name for dims in (self.dynamic or {}).values() for name in dims.values()}

@@ -653,3 +653,15 @@ def test_backend_of_torch_compile_with_several_graphs_and_views() -> None:
     x = torch.randn(4, 6)
     assert_same(function(x), breaks_in_two(x))
     assert_same(function(x[:, ::2]), breaks_in_two(x[:, ::2]))
+
+
+def test_the_report_has_the_memory_of_graphs_by_size() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    module = rung.wrap(Twice(), dynamic={"x": {0: "rows"}}, graphs="full")
+    module(torch.ones(3, 4))
+    memory = module.rung.report()[0]["graph_memory"]
+    assert [entry["descriptor"] for entry in memory["entries"]] == ["full, 3 tokens"]
+    assert memory["pool_bytes"] == memory["entries"][0]["pool_bytes"] >= 3 * 4 * 4

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from rung.cli.phases import Phases
+from rung.graphs import MemoryReport
 from rung.models import SHAPES, LlamaConfig, LlamaForCausalLM, Tokenizer, load_model, random_model
-from rung.runner import StartUp
+from rung.runner import ModelRunner, StartUp
+from rung.runner.graph_forward import GraphForward
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "auto": {"graphs": "full_and_piecewise"},
@@ -56,6 +58,13 @@ def add_start_up(phases: Phases, start: StartUp) -> None:
     """What building a runner took."""
     if start.compile is not None:
         phases.add_compile(start.compile.seconds)
-    for name in ("allocate", "capture"):
+    for name in ("allocate", "profile", "capture"):
         if name in start.seconds:
             phases.add(name, start.seconds[name])
+
+
+def graph_memory(runner: ModelRunner) -> MemoryReport | None:
+    """Bytes of the graphs that were captured so far, None without any."""
+    forward = runner.forward
+    report = forward.manager.memory() if isinstance(forward, GraphForward) else None
+    return report if report is not None and (report.entries or report.trimmed) else None

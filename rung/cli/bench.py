@@ -109,6 +109,7 @@ def _setting(target: str, work: Any, device: Any) -> dict[str, Any]:
     """What a figure means nothing without."""
     from rung.cli.doctor import devices, version_of
 
+    memory = getattr(work, "graph_memory", None)
     name = devices()[0] if device.type == "cpu" else devices()[1 + (device.index or 0)]
     return {
         "target": target,
@@ -118,6 +119,7 @@ def _setting(target: str, work: Any, device: Any) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "attention": getattr(work, "attention", None),
         "phases_seconds": work.phases.seconds,
+        "graph_memory": memory and memory.as_json(),
     }
 
 
@@ -136,6 +138,11 @@ def _show(report: dict[str, Any], on_gpu: bool) -> None:
         rows.append((row["size"], row["mode"], ran, *times, *(_cell(row[name], "d") for name in _COUNTS)))
     out = console()
     out.print(table(f"{report['target']}: one step, medians", columns, rows, numbers=("size", *_TIMES, *_COUNTS)))
+    if (memory := report["graph_memory"]) is not None:
+        held = memory["pool_bytes"] + memory["executable_bytes"]
+        out.print(
+            f"graphs of {len(memory['entries'])} sizes hold {held / 2**20:.1f} MiB, predicted {memory['predicted_bytes'] / 2**20:.1f}"
+        )
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     out.print(f"{report['device']}; {versions}; {report['date']}")
     if not on_gpu:

@@ -123,6 +123,8 @@ class DecoderBench:
         self._forward = SwitchedForward(EagerForward(decoder.module, self._runner.counters), graphs)
         self._runner.forward = self._forward  # the same input buffers: those of the graphs
         self._scheduler = Scheduler(self._runner.config, self._runner.num_blocks)
+        report = graphs.manager.memory()
+        self.graph_memory = report if report.entries else None
 
     def run(self, size: int) -> dict[str, Timing]:
         """Timings by mode for `size` requests."""

@@ -47,6 +47,7 @@ def examine() -> dict[str, Any]:
         "variables": {name: config.variable(name) for name in config.VARIABLES},
         "attention_backends": _attention_backends(),
         "graph_backends": _graph_backends(),
+        "graph_nodes": _graph_nodes(),
         "kernel_launches": launch_road(),
     }
 
@@ -104,6 +105,12 @@ def _graph_backends() -> dict[str, str]:
     return {backend.name: backend.why_not(device) or "available" for backend in (CudaBackend, RecordedBackend)}
 
 
+def _graph_nodes() -> str:
+    from rung.graphs.backends.driver import why_no_driver
+
+    return why_no_driver() or "counted"
+
+
 def _reason(attempt: Callable[[], object]) -> str:
     from rung.errors import BackendUnavailableError
 
@@ -127,5 +134,6 @@ def _show(found: dict[str, Any]) -> None:
     rows += [(name, value) for name, value in found["variables"].items() if value is not None]
     rows += [(f"attention {name}", reason) for name, reason in found["attention_backends"].items()]
     rows += [(f"graphs {name}", reason) for name, reason in found["graph_backends"].items()]
+    rows += [("graph nodes", found["graph_nodes"])]
     rows += [("kernel launches", found["kernel_launches"])]
     console().print(table("", ("what", "found"), rows))

@@ -43,6 +43,7 @@ from rung.cli.phases import Phases
 @click.option("--num-blocks", type=int, help="Blocks of the KV cache, 16 tokens each; default: as many as can be used.")
 @click.option("--kv-cache-bytes", type=int, help="Memory for the KV cache; default: as much as can be used.")
 @click.option("--capture-sizes", metavar="N,N,...", callback=integers, help="Sizes of the graphs; default: the ladder, or a few on a CPU.")
+@click.option("--graph-memory-bytes", type=int, help="At most so much memory for graphs; the least valuable sizes are left out.")
 @click.option("--step-trace", type=click.Path(dir_okay=False), help="Append a line for each step to this file, for `rung ladder`.")
 @click.option("--attention", default="auto", show_default=True, help="Attention backend; `rung doctor` lists them.")
 @device_options
@@ -63,6 +64,7 @@ def generate(
     num_blocks: int | None,
     kv_cache_bytes: int | None,
     capture_sizes: tuple[int, ...] | None,
+    graph_memory_bytes: int | None,
     step_trace: str | None,
     attention: str,
     dtype: str,
@@ -98,6 +100,7 @@ def generate(
         num_blocks=num_blocks,
         long_prefill_chunk=prefill_chunk,
         attention_backend=attention,
+        graph_memory_bytes=graph_memory_bytes,
         step_trace=step_trace,
     )
     engine, runner, start_up = build_engine(decoder.module, config, tokenizer=decoder.tokenizer)
@@ -119,6 +122,8 @@ def generate(
         generated_tokens=sum(len(completion.token_ids) for completion in stream.completions.values()),
         seconds=seconds,
         counts=runner.counters.snapshot(),
+        graph_memory=assembly.graph_memory(runner),
+        memory_plan=start_up.memory,
     )
     if as_json:
         completions = [stream.describe(index, prompt) for index, prompt in enumerate(prompts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
     "--max", "maximum", type=click.IntRange(1), help="Capture this size in any case and none above; default: the recorded ladder's top."
 )
 @click.option("--memory", type=click.IntRange(1), help="Budget for the graphs in bytes.")
-@click.option("--size-bytes", metavar="BYTES|FILE", help="Bytes of one size, or a JSON object from size to bytes; default: a model.")
+@click.option(
+    "--size-bytes",
+    metavar="BYTES|FILE",
+    help="Bytes of one size, a JSON object from size to bytes, or what rung bench --out measured; default: an assumption.",
+)
 @click.option(
     "--times", type=click.Path(dir_okay=False, path_type=Path), help="Measured times: the JSON of rung bench --out; default: a model."
 )
@@ -38,7 +43,7 @@ def plan(
     The recorded ladder's top is the limit: steps above it ran without a graph and count that way."""
     from rung.graphs import Ladder
     from rung.graphs.planner import evaluate, histogram, plan_ladder
-    from rung.graphs.step_cost import MODELLED_SIZE_BYTES, StepCosts, measured_curves, modelled_curves
+    from rung.graphs.step_cost import StepCosts, measured_curves, modelled_curves
     from rung.graphs.trace import read_trace
 
     runs = read_trace(trace)
@@ -46,15 +51,17 @@ def plan(
     curves = modelled_curves() if times is None else measured_curves(_read_json(times, "--times"))
     costs = StepCosts(curves=curves, max_waste=header.max_waste, max_num_requests=header.max_num_requests)
     steps = histogram(runs)
-    bytes_of = _bytes_of(size_bytes, MODELLED_SIZE_BYTES)
     limit = header.ladder[-1] if header.ladder else None
-    found = plan_ladder(steps, costs, count, limit=limit, maximum=maximum, memory=memory, size_bytes=bytes_of)
+    needed = _bytes_of(size_bytes, maximum or limit or max((tokens for tokens, _ in steps), default=1))
+    left = None if memory is None else memory - needed.shared
+    found = plan_ladder(steps, costs, count, limit=limit, maximum=maximum, memory=left, size_bytes=needed.of)
     before = evaluate(steps, costs, Ladder.custom(header.ladder)) if header.ladder else None
     report = {
         "sizes": list(found.sizes),
         "before": None if before is None else _outcome_json(before),
         "after": _outcome_json(found.outcome),
-        "bytes": sum(bytes_of(size) for size in found.sizes),
+        "bytes": needed.shared + sum(needed.of(size) for size in found.sizes),
+        "bytes_from": needed.source,
         "times": "modelled" if times is None else str(times),
     }
     if as_json:
@@ -85,17 +92,32 @@ def _show(before: Outcome | None, after: Outcome, report: Mapping[str, Any]) -> 
         if one is not None
     ]
     columns = ("", "sizes", "padding", "steps without a graph", "mean step us")
+    out.print(f"graphs take {report['bytes'] / 2**20:.1f} MiB ({report['bytes_from']})")
     out.print(table(f"{after.steps} recorded steps, {report['times']} times", columns, rows, numbers=columns[1:]))
 
 
-def _bytes_of(given: str | None, modelled: int) -> Callable[[int], int]:
-    """The bytes of a size: one number, or straight lines between those of a file."""
-    if given is None or given.isdecimal():
-        constant = modelled if given is None else int(given)
-        return lambda size: constant
-    from rung.graphs.step_cost import Curve
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    of: Callable[[int], int]  # bytes of one size
+    source: str
+    shared: int = 0  # what all sizes use together
 
+
+def _bytes_of(given: str | None, top: int) -> _Bytes:
+    """The bytes of a size: assumed, one number, straight lines between those of a file, or the model of captured graphs in it."""
+    from rung.graphs.memory import MemoryModel
+    from rung.graphs.step_cost import MODELLED_SIZE_BYTES, Curve
+
+    if given is None:
+        return _Bytes(lambda size: MODELLED_SIZE_BYTES, f"assumed: {MODELLED_SIZE_BYTES >> 20} MiB a size")
+    if given.isdecimal():
+        return _Bytes(lambda size: int(given), "given")
     table = _read_json(Path(given), "--size-bytes")
+    if isinstance(table, dict) and "graph_memory" in table:
+        if not (table["graph_memory"] or {}).get("model"):
+            raise ConfigError(f"--size-bytes: no graph was captured for {given!r}", hint="measure with rung bench --modes piecewise,full")
+        model = MemoryModel.from_json(table["graph_memory"]["model"])
+        return _Bytes(model.size_bytes, f"predicted from {given}", model.shared_pool_bytes(top))
     try:
         curve = Curve.measured({int(size): float(value) for size, value in table.items()})
     except (TypeError, ValueError, AttributeError):
@@ -104,7 +126,7 @@ def _bytes_of(given: str | None, modelled: int) -> Callable[[int], int]:
         raise ConfigError(
             f"--size-bytes: {given!r} is no JSON object from sizes to bytes", hint='for example {"8": 9000000, "512": 15000000}'
         )
-    return lambda size: int(curve(size))
+    return _Bytes(lambda size: int(curve(size)), "given")
 
 
 def _read_json(path: Path, option: str) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 
 from rung.cli.console import console, table
 from rung.cli.steps import other_counts, step_rows
+from rung.graphs import MemoryReport
+from rung.runner.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,8 @@ class Summary:
     generated_tokens: int
     seconds: float
     counts: Mapping[str, int]
+    graph_memory: MemoryReport | None = None
+    memory_plan: MemoryPlan | None = None  # how the KV cache was sized, when memory decided
 
     @property
     def tokens_per_second(self) -> float:
@@ -39,6 +43,8 @@ class Summary:
             "tokens_per_second": self.tokens_per_second,
             "steps": {f"{mode}.{reason}": count for mode, reason, _, count in step_rows(self.counts)},
             "counters": other_counts(self.counts),
+            "graph_memory": None if self.graph_memory is None else self.graph_memory.as_json(),
+            "memory_plan": None if self.memory_plan is None else self.memory_plan.as_json(),
         }
 
 
@@ -52,6 +58,10 @@ def print_summary(summary: Summary) -> None:
     out.print(table("steps", ("mode", "why", "steps"), steps, numbers=("steps",)))
     counted = ", ".join(f"{name} {count}" for name, count in other_counts(summary.counts).items())
     out.print(f"counters: {counted}")
+    if summary.graph_memory is not None:
+        out.print(f"graph memory: {summary.graph_memory}")
+    if summary.memory_plan is not None:
+        out.print(f"memory: {summary.memory_plan}")
     out.print(
         f"{summary.prompt_tokens} prompt tokens, {summary.generated_tokens} generated in {summary.seconds:.2f} s: "
         f"{summary.tokens_per_second:.1f} tokens/s ({summary.model}, {summary.mode}, {summary.device})"

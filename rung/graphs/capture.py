@@ -78,6 +78,8 @@ class _Capture:
         self.actions.append(GraphLaunch(self._name, self._graph))
         if settle:
             self._backend.settle(self._graph)
+        else:
+            self._backend.upload(self._graph)
 
     def aliases(self, values: Sequence[Any]) -> list[Any]:
         """What a program may keep of values: memory of the pool without owning it, everything else strongly."""

@@ -61,7 +61,8 @@ class _Group:
 class Dispatcher:
     """Chooses among captured descriptors, of any number of dimensions: the one with the least padding that fits.
 
-    `failed` is read at each call, so a capture that fails later is respected. A dimension is not padded to more than `max_waste` times its
+    `failed` is read at each call, so a capture that fails later is respected; those that stand in `trimmed` too have no graph because of
+    the memory budget. A dimension is not padded to more than `max_waste` times its
     size, except to 8 or fewer; None: as far as the next size lies. Decisions are remembered, a step like an earlier one costs a look-up.
     Raises `LadderError` for a `max_waste` below 1."""
 
@@ -71,9 +72,11 @@ class Dispatcher:
         *,
         resolved: ResolvedMode | None = None,
         failed: Set[Descriptor] = frozenset(),
+        trimmed: Set[Descriptor] = frozenset(),
         max_waste: float | None = DEFAULT_MAX_WASTE,
     ) -> None:
         self.failed = failed
+        self.trimmed = trimmed
         self.max_waste = check_max_waste(max_waste)
         self._resolved = resolved
         self._groups: dict[GraphMode, dict[int | None, _Group]] = {GraphMode.FULL: {}, GraphMode.PIECEWISE: {}}
@@ -124,8 +127,14 @@ class Dispatcher:
             if not fitting:
                 reason = nearest_misfit(group.entries, shape) or reason
             else:
-                reason = Reason.CAPTURE_FAILED if fitting[0] in self.failed else Reason.PADDING
+                reason = self._why_without(fitting[0])
         return reason
+
+    def _why_without(self, fitting: Descriptor) -> Reason:
+        """Why a descriptor that fits does not serve."""
+        if fitting not in self.failed:
+            return Reason.PADDING
+        return Reason.MEMORY_BUDGET if fitting in self.trimmed else Reason.CAPTURE_FAILED
 
     def _why_not_better(self, mode: GraphMode, shape: Shape, why: Reason | None) -> Reason:
         """Why a step that found a graph of `mode` has no better one; `why` is what the better modes said."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,9 +17,13 @@ from rung.errors import CaptureError
 from rung.graphs.backends.base import GraphBackend, GraphPool
 from rung.graphs.buffers import StaticBuffer
 from rung.graphs.capture import capture_program, warm_up
+from rung.graphs.capture_report import CaptureEntry, CaptureReport, Clock
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dispatch import Dispatch, capture_order
 from rung.graphs.guard import Addresses, AddressGuard
+from rung.graphs.memory import MemoryModel, MemoryReport
+from rung.graphs.memory_account import MemoryAccount
+from rung.graphs.memory_budget import MemoryBudget
 from rung.graphs.outputs import Outputs
 from rung.graphs.process import HomeProcess
 from rung.graphs.program import ReplayProgram
@@ -28,29 +32,10 @@ from rung.graphs.reasons import Reason
 Prepare = Callable[[Descriptor], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureEntry:
-    """One descriptor's cost. `pool_bytes` is what the pool grew by, `launches` the graphs of one replay."""
-
-    descriptor: Descriptor
-    seconds: float
-    pool_bytes: int
-    launches: int
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """What a call of `capture` did, in capture order."""
-
-    entries: tuple[CaptureEntry, ...]
-    failures: tuple[CaptureError, ...]
-    seconds: float
-    pool_bytes: int  # held by the pool now, over all captures so far
-
-
 @dataclass(slots=True)
 class _Pending:
     prepare: Prepare
+    model: MemoryModel | None = None
     descriptors: set[Descriptor] = field(default_factory=set)
 
 
@@ -62,10 +47,10 @@ class GraphManager:
     """The graphs of one plan over one set of static inputs, in one pool.
 
     `inputs` are the plan's inputs in order: static buffers, or values that never change. The caller writes into the buffers and then calls
-    `run`. `prepare(descriptor)` is entered around each warm-up and each capture: it sets the forward context with harmless metadata for
-    that size and must leave what it changes as it was. `plan_of` names the plan of a
-    descriptor that runs another one over the same inputs. `addresses` says what graphs read besides their inputs, and what happens when
-    that moves: it is looked at behind each replay, before outputs are handed out.
+    `run`. `prepare(descriptor)` is entered around the warm-up and the capture of a size: it sets the forward context with harmless metadata
+    for that size and must leave what it changes as it was. `plan_of` names the plan of a descriptor that runs another one over the same
+    inputs. `addresses` says what graphs read besides their inputs, and what happens when that moves: it is looked at behind each replay,
+    before outputs are handed out. With a `budget`, descriptors whose graphs would not fit are trimmed.
 
     Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream."""
 
@@ -80,6 +65,7 @@ class GraphManager:
         generators: Sequence[torch.Generator] = (),
         addresses: Addresses | None = None,
         plan_of: Callable[[Descriptor], BoundPlan] | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
         self.plan = plan
         self._plan_of = plan_of or (lambda descriptor: plan)
@@ -87,12 +73,13 @@ class GraphManager:
         self.inputs = tuple(inputs)
         self.dim = dim
         self.counters = counters if counters is not None else Counters()
-        self.failed: set[Descriptor] = set()  # descriptors whose capture failed; a Dispatcher may share this set
+        self.failed: set[Descriptor] = set()  # those that will have no graph: failed or trimmed; a Dispatcher may share this set
         self.generation = 0  # steps run so far; outputs of an older one are stale
         self._generators = tuple(generators)
         self._guard = AddressGuard(addresses, self.inputs) if addresses is not None else None
         self._home = HomeProcess()
         self.without_graphs = False  # addresses changed under the policy "none": steps run the plan until graphs are captured again
+        self._account = MemoryAccount(budget)
         self._pool: GraphPool | None = None
         self._programs: dict[Descriptor, ReplayProgram] = {}
         self._pending: _Pending | None = None
@@ -109,61 +96,91 @@ class GraphManager:
         order: Literal["largest_first", "given"] = "largest_first",
         lazy: bool = False,
         on_failure: Literal["raise", "skip"] = "raise",
+        model: MemoryModel | None = None,
     ) -> CaptureReport:
         """Capture each descriptor that has no graph yet. `lazy` puts it off to the first `run` of each.
+
+        "largest_first" begins with three sizes of each kind, from which the memory of the others is predicted unless `model` is given. Then
+        a budget trims what would not fit.
 
         A failure does not end the ladder: the rest is captured, then the first `CaptureError` is raised, or all are returned in the report
         when `on_failure` is "skip". Either way the descriptors that failed stand in `failed`."""
         with self._lock:
             self._prepare = prepare
+            if not lazy:
+                self._home.enter()
+                self.follow_addresses()
+                self.without_graphs = False
             wanted = [d for d in descriptors if d.mode is not GraphMode.NONE and d not in self._programs]
             if lazy:
                 self._pending = self._pending or _Pending(prepare)
-                self._pending.prepare = prepare
+                self._pending.prepare, self._pending.model = prepare, model
+                self._account.foresee(wanted, model)
+                self.failed.update(self._account.trimmed)
                 self._pending.descriptors.update(wanted)
                 return CaptureReport((), (), 0.0, self.pool_bytes)
-            return self._capture_all(capture_order(wanted) if order == "largest_first" else wanted, prepare, on_failure)
+            with self.backend.session(), torch.inference_mode(False), torch.no_grad():  # one session: entering it collects garbage
+                if self._pool is None:
+                    self._pool = self.backend.new_pool()
+                largest_first = order == "largest_first"
+                self._account.begin(wanted, largest_first=largest_first, shared_pool=self._pool.shares, model=model)
+                return self._capture_all(prepare, on_failure)
 
-    def _capture_all(self, descriptors: Sequence[Descriptor], prepare: Prepare, on_failure: str) -> CaptureReport:
+    def _capture_all(self, prepare: Prepare, on_failure: str) -> CaptureReport:
+        """Capture what the account asks for."""
         started = time.perf_counter()
-        self._home.enter()
-        self.follow_addresses()
-        self.without_graphs = False
-        entries: list[CaptureEntry] = []
+        account, before = self._account, set(self._programs)
         failures: list[CaptureError] = []
         self.generation += 1  # captures overwrite what replays left in the pool
-        if self._pool is None:
-            self._pool = self.backend.new_pool()
-        held = self._pool.bytes()
-        with self.backend.session(), torch.inference_mode(False), torch.no_grad():
-            for descriptor in descriptors:
-                try:
-                    entries.append(self._capture_one(descriptor, self._pool, prepare, held))
-                    held += entries[-1].pool_bytes
-                except CaptureError as error:
-                    self.failed.add(descriptor)
-                    failures.append(error)
+        while (descriptor := account.next()) is not None:
+            try:
+                account.add(self._capture_one(descriptor, prepare))
+            except CaptureError as error:
+                self.failed.add(descriptor)
+                failures.append(error)
+                account.drop(descriptor)
+            if account.withdrawn():
+                self._withdraw()
+        self.failed.update(account.trimmed)
         self.backend.synchronize()
-        report = CaptureReport(tuple(entries), tuple(failures), time.perf_counter() - started, self.pool_bytes)
+        entries = tuple(entry for one, entry in account.entries.items() if one not in before)
+        report = CaptureReport(entries, tuple(failures), time.perf_counter() - started, self.pool_bytes, self.memory())
         if failures and on_failure == "raise":
             if len(failures) > 1:
                 failures[0].add_note(f"{len(failures) - 1} more captures failed, sizes {[error.size for error in failures[1:]]}")
             raise failures[0]
         return report
 
-    def _capture_one(self, descriptor: Descriptor, pool: GraphPool, prepare: Prepare, bytes_before: int) -> CaptureEntry:
-        started = time.perf_counter()
+    def _capture_one(self, descriptor: Descriptor, prepare: Prepare) -> CaptureEntry:
+        pool = self._pool = self._pool or self.backend.new_pool()
         inputs = self._views(descriptor)
+        clock = Clock()
         with prepare(descriptor):
+            clock.lap("prepare")
             warm_up(self._plan_of(descriptor), self.backend.device, descriptor, inputs, self._generators)
-        if self._guard is not None and self._guard.knows_nothing:
-            self._guard.snapshot()
-        with prepare(descriptor):
+            clock.lap("warm-up")
+            if self._guard is not None and self._guard.knows_nothing:
+                self._guard.snapshot()
+            others_before = pool.executable_bytes()
+            clock.lap("account")
             program = capture_program(self._plan_of(descriptor), self.backend, pool, descriptor, inputs, self._generators)
+            clock.lap("capture")
+        clock.lap("prepare")
         self._programs[descriptor] = program
         self.failed.discard(descriptor)
         self.counters.add(Count.CAPTURES)
-        return CaptureEntry(descriptor, time.perf_counter() - started, pool.bytes() - bytes_before, program.launches)
+        pool_bytes, executable_bytes = pool.bytes() - self._account.pool_bytes, pool.executable_bytes() - others_before
+        clock.lap("account")
+        return CaptureEntry(descriptor, clock.total, pool_bytes, program.launches, executable_bytes, program.nodes, clock.seconds)
+
+    def _withdraw(self) -> None:
+        """Give up graphs for the budget. The pool keeps the memory of its largest user, so everything starts anew in another one."""
+        for program in self._programs.values():
+            program.release()
+        self._programs.clear()
+        self._pool = None
+        self.backend.reclaim()
+        self._account.start_over()
 
     # --- run ---
 
@@ -223,6 +240,29 @@ class GraphManager:
     def pool_bytes(self) -> int:
         return self._pool.bytes() if self._pool is not None else 0
 
+    @property
+    def trimmed(self) -> Set[Descriptor]:
+        """Descriptors without a graph because of the budget; they stand in `failed` too. A Dispatcher may share this set."""
+        return self._account.trimmed
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return None if self._account.budget is None else self._account.budget.limit_bytes
+
+    @property
+    def memory_model(self) -> MemoryModel | None:
+        """What the captures so far tell about others, also after `release`."""
+        return self._account.model
+
+    def forget_model(self) -> None:
+        """Let the next `capture` take its predictions from its own captures."""
+        self._account.model = None
+
+    def memory(self) -> MemoryReport:
+        """Measured and predicted bytes by descriptor."""
+        buffer_bytes = sum(buffer.nbytes for buffer in self._buffers())
+        return self._account.report(self.pool_bytes, buffer_bytes, self.backend.why_no_nodes())
+
     def program(self, descriptor: Descriptor) -> ReplayProgram:
         """The captured program, for inspection. Raises `KeyError` when there is none."""
         return self._programs[descriptor]
@@ -235,7 +275,7 @@ class GraphManager:
         with self._lock:
             held = self.captured
             if self.follow_addresses() and not self.without_graphs:
-                self._capture_all(held, self._prepare, "raise")
+                self.capture(held, self._prepare, model=self._account.model)
 
     def follow_addresses(self) -> bool:
         """Like `weights_changed`, but "recapture" leaves each graph to its next step. True when something had moved."""
@@ -263,6 +303,8 @@ class GraphManager:
             self._pending = None
             self._pool = None
             self.without_graphs = False
+            self.failed.difference_update(self._account.trimmed)
+            self._account.forget()
             if self._guard is not None:
                 self._guard.forget()
 
@@ -285,7 +327,8 @@ class GraphManager:
         self._guard.snapshot()
         self.without_graphs = addresses.on_change == "none"
         if not self.without_graphs:
-            self._pending = _Pending(prepare, {*descriptors, *(pending.descriptors if pending is not None else ())})
+            waiting = pending.descriptors if pending is not None else ()
+            self._pending = _Pending(prepare, self._account.model, {*descriptors, *waiting})
 
     def _capture_now(self, descriptor: Descriptor) -> ReplayProgram:
         """Capture a lazily planned descriptor. The step's inputs lie in the buffers already and are put back afterwards."""
@@ -297,11 +340,17 @@ class GraphManager:
             )
         saved = [buffer.view(buffer.capacity).clone() for buffer in self._buffers()]
         try:
-            self._capture_all([descriptor], self._pending.prepare, "raise")
+            self.capture([descriptor], self._pending.prepare, model=self._pending.model)
         finally:
             self._pending.descriptors.discard(descriptor)
             for buffer, values in zip(self._buffers(), saved, strict=True):
                 buffer.view(buffer.capacity).copy_(values)
+        if descriptor in self.trimmed:
+            raise CaptureError(
+                f"the graph of ({descriptor}) does not fit the memory budget",
+                hint="raise the budget, or dispatch again: `manager.failed` holds the descriptor now",
+                size=descriptor.num_tokens,
+            )
         return self._programs[descriptor]
 
     def _views(self, descriptor: Descriptor) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 
 from rung.compile.bound import BoundStep
 from rung.errors import CaptureError
-from rung.graphs.backends.base import CapturedGraph
+from rung.graphs.backends.base import CapturedGraph, NodeCounts
 from rung.graphs.descriptor import Descriptor
 
 
@@ -83,6 +83,13 @@ class ReplayProgram:
     def launches(self) -> int:
         """Graph launches of one replay."""
         return sum(isinstance(action, GraphLaunch) for action in self.actions)
+
+    @property
+    def nodes(self) -> NodeCounts | None:
+        """Nodes of all graphs, None where they are not counted."""
+        counts = [action.graph.nodes for action in self.actions if isinstance(action, GraphLaunch)]
+        known = [one for one in counts if one is not None]
+        return sum(known, NodeCounts()) if len(known) == len(counts) else None
 
     def replay(self) -> None:
         for run in self._runs:

@@ -23,6 +23,7 @@ class Reason(StrEnum):
     PADDING = "padding"
     EMPTY = "empty"
     CAPTURE_FAILED = "capture_failed"
+    MEMORY_BUDGET = "memory_budget"
     NOT_CAPTURED = "not_captured"
     ADDRESS_CHANGED = "address_changed"
 
@@ -52,6 +53,7 @@ _SENTENCES: dict[Reason, str] = {
     Reason.PADDING: "the next captured size would pad the step beyond the waste cap",
     Reason.EMPTY: "the step has no tokens",
     Reason.CAPTURE_FAILED: "the capture of the fitting graph failed",
+    Reason.MEMORY_BUDGET: "the fitting graph was left out to stay within the memory budget of graphs",
     Reason.NOT_CAPTURED: "the configuration plans no graph for this kind of batch",
     Reason.ADDRESS_CHANGED: 'a tensor that the graphs read was replaced, and on_address_change is "none"',
 }
@@ -72,6 +74,7 @@ _ADVICE: dict[Reason, str] = {
     Reason.PADDING: "capture a size between the step and the next one, or raise max_waste",
     Reason.EMPTY: "nothing: there is no work",
     Reason.CAPTURE_FAILED: "see the error of the capture, raised when it happened",
+    Reason.MEMORY_BUDGET: "raise graph_memory_bytes, or plan fewer sizes: rung ladder plan --memory",
     Reason.NOT_CAPTURED: 'capture such batches too: graphs="full_and_piecewise"',
     Reason.ADDRESS_CHANGED: 'update weights in place (copy_), capture again, or set on_address_change="recapture"',
 }

@@ -19,12 +19,15 @@ from rung.errors import ConfigError, PaddingError, UnsupportedModuleError
 from rung.graphs.backends import make_backend
 from rung.graphs.buffers import BufferSpec, StaticBuffer
 from rung.graphs.capture import has_host_breaks
+from rung.graphs.capture_report import CaptureReport
 from rung.graphs.descriptor import Descriptor, GraphMode, exact
 from rung.graphs.dispatch import Dispatch
 from rung.graphs.grid import Axis, Grid
 from rung.graphs.guard import Addresses, module_tensors
 from rung.graphs.ladder import DEFAULT_TOP, Ladder
-from rung.graphs.manager import CaptureReport, GraphManager
+from rung.graphs.manager import GraphManager
+from rung.graphs.memory import MemoryReport
+from rung.graphs.memory_budget import MemoryBudget
 from rung.graphs.outputs import copy_into, output_tensors
 from rung.graphs.padding import check_padding
 from rung.graphs.reasons import Reason
@@ -100,6 +103,9 @@ class WrappedGraphs:
             self._write(manager, inputs, descriptor)
             if not manager.can_replay(descriptor):
                 manager.capture([descriptor], self._prepare)
+                if descriptor in manager.trimmed:
+                    self.counters.add(f"step.none.{Reason.MEMORY_BUDGET}")
+                    return self.compiled(*inputs)
                 self._write(manager, inputs, descriptor)
             outputs = manager.run(dispatch)
             take = outputs.cut if policy == "borrow" else outputs.clone
@@ -124,6 +130,10 @@ class WrappedGraphs:
                 self._manager.follow_addresses()
             if self._addresses.rebind is not None:
                 self._addresses.rebind()
+
+    def memory(self) -> MemoryReport | None:
+        """Bytes by captured size, None before the first capture."""
+        return None if self._manager is None else self._manager.memory()
 
     def release(self) -> None:
         """Free graphs and buffers; the next call captures again."""
@@ -164,6 +174,8 @@ class WrappedGraphs:
         if self._manager is not None and self._manager.without_graphs:
             return Dispatch(exact(shape), Reason.ADDRESS_CHANGED)
         dispatch = self.grid.dispatch(shape)
+        if self._manager is not None and dispatch.descriptor in self._manager.trimmed:
+            return Dispatch(exact(shape), Reason.MEMORY_BUDGET)
         if dispatch.mode is GraphMode.NONE or (self.padded and len(self.dims) == 1):
             return dispatch  # one ladder bounds its graphs by itself
         manager = self._manager
@@ -213,6 +225,7 @@ class WrappedGraphs:
                 self._capacity[name] = max(size, self._capacity[name], tops[name])
             device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), self.compiled.device)
             buffers = [StaticBuffer(spec, capacity=self._capacity, device=device) for spec in self._specs]
+            limit = self.config.graph_memory_bytes
             self._manager = GraphManager(
                 self.compiled,
                 make_backend(device),
@@ -220,6 +233,7 @@ class WrappedGraphs:
                 dim=self.dims[0],
                 counters=self.counters,
                 addresses=self._addresses,
+                budget=None if limit is None else MemoryBudget(limit_bytes=limit, max_waste=None),
             )
         return self._manager
 

@@ -22,16 +22,20 @@ from rung.errors import ConfigError
 from rung.graphs import CaptureReport, ConfiguredMode, make_backend, plan_descriptors, resolve_mode
 from rung.graphs.capture import has_host_breaks
 from rung.graphs.guard import Addresses, module_tensors
+from rung.graphs.memory_budget import Steps
 from rung.launch import launch_road
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Engine
 from rung.runner.executor import InProcessExecutor
 from rung.runner.forward import EagerForward, Forward
 from rung.runner.graph_forward import DIM, GraphForward
+from rung.runner.kv_cache import block_bytes, num_kv_blocks
+from rung.runner.memory_plan import MemoryPlan
 from rung.runner.model_runner import ModelRunner
 from rung.runner.ops import default_ops
+from rung.runner.profile import PROFILE_BLOCKS, needs_profile, profile_memory
 from rung.runner.scheduler import Scheduler
-from rung.runner.step_trace import capture_ladder, open_step_trace
+from rung.runner.step_trace import capture_ladder, open_step_trace, recorded_steps
 from rung.runner.text import Tokenizer
 
 
@@ -45,6 +49,7 @@ class StartUp:
     kernel_launches: str = ""  # how our Triton kernels are launched, a `launch_road()`
     compile: CompileReport | None = None
     capture: CaptureReport | None = None
+    memory: MemoryPlan | None = None  # how the KV cache was sized; None: by the configuration, or every slot fits easily
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -69,18 +74,37 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     device, dtype = _place(module)
     attention = _choose_attention(module, config, dtype, device)
     start.attention = attention.why
+    steps = recorded_steps(config)
     start.kernel_launches = launch_road()
     trace = open_step_trace(config, attention.support)
     forward: Forward = EagerForward(module, counters)
+    call: Callable[..., Any] = module
     if not config.eager:
         with start.phase("compile"):
             compiled, start.compile = compile_model(module, device, config.max_num_tokens, counters)
-        forward = _graph_forward(compiled, module, config, attention.support, device, counters, _addresses(compiled, module, config))
+        addresses = _addresses(compiled, module, config)
+        forward, call = _graph_forward(compiled, module, config, attention.support, device, counters, addresses, steps), compiled
     elif config.graphs != "none":
         raise ConfigError("graphs need a compiled model, and eager=True asks for none", hint='use graphs="none", or eager=False')
     with start.phase("allocate"):
         ops, start.step_ops = default_ops(device)
-        runner = ModelRunner(module, config, backend=attention.make, forward=forward, ops=ops, counters=counters, trace=trace)
+        bytes_per_block = block_bytes(attention_layers(module).values(), config.block_size, dtype)
+        profiled = needs_profile(config, bytes_per_block, device)
+        runner = ModelRunner(
+            module,
+            config,
+            backend=attention.make,
+            forward=forward,
+            ops=ops,
+            counters=counters,
+            trace=trace,
+            num_blocks=PROFILE_BLOCKS if profiled else None,
+        )
+    if profiled:
+        with start.phase("profile"):
+            start.memory = profile_memory(runner, call)
+        with start.phase("allocate"):
+            runner.allocate_kv_cache(num_kv_blocks(config, bytes_per_block, device, start.memory))
     if isinstance(forward, GraphForward) and forward.descriptors:
         with start.phase("capture"):
             start.capture = forward.capture(runner.dummy_context, lazy=config.lazy_capture)
@@ -126,6 +150,7 @@ def _graph_forward(
     device: torch.device,
     counters: Counters,
     addresses: Addresses,
+    steps: Steps | None,
 ) -> GraphForward:
     mode = ConfiguredMode(config.graphs)
     descriptors = plan_descriptors(
@@ -145,6 +170,7 @@ def _graph_forward(
         resolved=resolve_mode(mode, support, max(config.decode_query_lens), host_breaks=has_host_breaks(compiled)),
         addresses=addresses,
         counters=counters,
+        steps=steps,
     )
 
 

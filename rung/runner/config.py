@@ -22,12 +22,13 @@ class RunnerConfig:
     block_size: int = 16  # tokens of a KV-cache block
     num_blocks: int | None = None  # KV-cache blocks, the null block included
     kv_cache_bytes: int | None = None  # budget for the KV cache of all layers
-    memory_fraction: float = 0.9  # part of the device's free memory that the KV cache may take
+    memory_fraction: float = 0.9  # part of the device's memory that may be filled: weights, activations, graphs and KV cache
     long_prefill_chunk: int | None = None  # at most this many prompt tokens of one request in a step; None: the whole budget
     steps_in_flight: int = 2  # steps enqueued before the oldest one's tokens are read
     graphs: Mode = "none"
     decode_query_lens: tuple[int, ...] = (1,)  # tokens of a decode that full graphs are made for; (1, 4) with three drafts a request
     capture_sizes: tuple[int, ...] | None = None  # None: the default ladder
+    graph_memory_bytes: int | None = None  # for pool and executables of all graphs; the least valuable sizes are left out; None: no limit
     # Full decode graphs build their inputs, sample and advance the requests themselves. None: on CUDA; a CPU has no launches to save, and
     # would draw noise for greedy rows too.
     decode_in_graph: bool | None = None
@@ -54,7 +55,7 @@ class RunnerConfig:
                 f"max_model_len must be at least 2 (one prompt token and one output token), got {self.max_model_len}",
                 hint="leave it at the default of 2048, or give the model's context",
             )
-        for name, least in (("num_blocks", 2), ("kv_cache_bytes", 1), ("long_prefill_chunk", 1)):
+        for name, least in (("num_blocks", 2), ("kv_cache_bytes", 1), ("long_prefill_chunk", 1), ("graph_memory_bytes", 0)):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), least)
         if not self.decode_query_lens:

@@ -27,6 +27,8 @@ from rung.graphs import (
 )
 from rung.graphs.dispatch import ResolvedMode
 from rung.graphs.guard import Addresses, Watched
+from rung.graphs.memory import probes
+from rung.graphs.memory_budget import MemoryBudget, Steps
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodePlan, DecodeStep
@@ -38,8 +40,9 @@ DIM = "tokens"
 class GraphForward(Forward):
     """FULL replays with everything in place; PIECEWISE replays inside the forward context, for the breaks; NONE runs the plan.
 
-    `plan` takes (input_ids, positions) and returns hidden states. `addresses`: what the graphs read besides their inputs. The input
-    buffers belong to this forward, the runner fills them. The hidden states are borrowed from the graphs until the next step."""
+    `plan` takes (input_ids, positions) and returns hidden states. `addresses`: what the graphs read besides their inputs; `steps`: what
+    they are for, which a memory budget asks. The input buffers belong to this forward, the runner fills them. The hidden states are
+    borrowed from the graphs until the next step."""
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class GraphForward(Forward):
         resolved: ResolvedMode | None = None,
         addresses: Addresses | None = None,
         counters: Counters | None = None,
+        steps: Steps | None = None,
     ) -> None:
         capacity = {DIM: config.max_num_tokens}
         self._input_ids = StaticBuffer(
@@ -72,6 +76,9 @@ class GraphForward(Forward):
             )
         self.descriptors = tuple(descriptors)
         self._decode_plan: DecodePlan | None = None
+        budget = None
+        if config.graph_memory_bytes is not None:
+            budget = MemoryBudget(limit_bytes=config.graph_memory_bytes, steps=steps, max_waste=config.max_waste)
         self.manager = GraphManager(
             plan,
             backend,
@@ -80,15 +87,36 @@ class GraphForward(Forward):
             counters=counters,
             addresses=addresses,
             plan_of=self._plan_of,
+            budget=budget,
         )
-        self.dispatcher = Dispatcher(self.descriptors, resolved=resolved, failed=self.manager.failed, max_waste=config.max_waste)
+        self.dispatcher = Dispatcher(
+            self.descriptors,
+            resolved=resolved,
+            failed=self.manager.failed,
+            trimmed=self.manager.trimmed,
+            max_waste=config.max_waste,
+        )
 
     def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._input_ids.view(self._input_ids.capacity), self._positions.view(self._positions.capacity)
 
     def capture(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]], *, lazy: bool = False) -> CaptureReport:
-        """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step."""
-        return self.manager.capture(self.descriptors, lambda descriptor: dummy_context(Dispatch(descriptor)), lazy=lazy)
+        """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step. With a budget that too
+        predicts first: a step that was dispatched to a size cannot go back."""
+        if lazy and self.manager.budget_bytes is not None and self.manager.memory_model is None:
+            self.predict_memory(dummy_context)
+        return self.manager.capture(
+            self.descriptors, lambda descriptor: dummy_context(Dispatch(descriptor)), lazy=lazy, model=self.manager.memory_model
+        )
+
+    def predict_memory(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]]) -> int:
+        """Bytes that the graphs of all descriptors will take, at most the budget; captures a few of them and releases them again."""
+        manager = self.manager
+        manager.capture(probes(self.descriptors), lambda descriptor: dummy_context(Dispatch(descriptor)))
+        manager.release()
+        manager.backend.reclaim()
+        predicted = 0 if manager.memory_model is None else manager.memory_model.predict(self.descriptors).total_bytes
+        return predicted if manager.budget_bytes is None else min(predicted, manager.budget_bytes)
 
     def bind_decode(self, decode: DecodeStep) -> None:
         self._decode_plan = DecodePlan(self._plan, decode)

@@ -10,6 +10,7 @@ import torch
 from rung.attention import Attention, KVCache
 from rung.errors import InternalError, KVCacheTooSmallError
 from rung.runner.config import RunnerConfig
+from rung.runner.memory_plan import MemoryPlan
 
 NULL_BLOCK = 0  # padded block table entries point here; no request owns it
 
@@ -19,17 +20,22 @@ def block_bytes(layers: Iterable[Attention], block_size: int, dtype: torch.dtype
     return sum(2 * block_size * layer.spec.num_kv_heads * layer.spec.head_size * dtype.itemsize for layer in layers)
 
 
-def num_kv_blocks(config: RunnerConfig, bytes_per_block: int, device: torch.device) -> int:
-    """Blocks that the configured budget holds. Raises `KVCacheTooSmallError` when a request of `max_model_len` would not fit."""
+def most_kv_blocks(config: RunnerConfig) -> int:
+    """Blocks of every slot at its full length, and the null block. More would never be used."""
+    return config.max_num_requests * config.max_blocks_per_request + 1
+
+
+def num_kv_blocks(config: RunnerConfig, bytes_per_block: int, device: torch.device, plan: MemoryPlan | None = None) -> int:
+    """Blocks that the configured budget holds. `plan` tells what the memory fraction leaves; without one that is taken of what is free now.
+    Raises `KVCacheTooSmallError` when a request of `max_model_len` would not fit."""
     if config.num_blocks is not None:
         num_blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"
     elif config.kv_cache_bytes is not None:
         num_blocks, source = config.kv_cache_bytes // bytes_per_block, f"kv_cache_bytes={config.kv_cache_bytes}"
     else:
-        budget = int(_free_bytes(device) * config.memory_fraction)
-        # More than every slot at its full length would never be used.
-        num_blocks = min(budget // bytes_per_block, config.max_num_requests * config.max_blocks_per_request + 1)
-        source = f"memory_fraction={config.memory_fraction} of the free memory ({budget} bytes)"
+        budget = int(free_bytes(device) * config.memory_fraction) if plan is None else plan.kv_budget_bytes
+        num_blocks = min(max(budget, 0) // bytes_per_block, most_kv_blocks(config))
+        source = f"memory_fraction={config.memory_fraction}: {plan or f'{budget} bytes of the free memory'}"
     needed = config.max_blocks_per_request + 1
     if num_blocks < needed:
         fits = max(num_blocks - 1, 0) * config.block_size
@@ -53,7 +59,7 @@ def allocate_kv_caches(
     return {name: KVCache(storage(layer), storage(layer)) for name, layer in layers.items()}
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

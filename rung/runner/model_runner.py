@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from rung.attention import Attention, AttentionBackend, AttentionSpec, attention_layers
+from rung.attention import Attention, AttentionBackend, AttentionSpec, KVCache, attention_layers
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.errors import ConfigError, StateError, StepFailedError
@@ -68,8 +68,8 @@ class ModelRunner:
 
     One step is two calls: `execute_model(plan)` applies the plan and enqueues forward and logits, `sample_tokens(bitmask)` samples and
     advances the slots. Between them a caller may build a grammar mask. The runner owns slots, block tables, input buffers and KV cache;
-    it binds the attention layers of `module` to them. `trace` gets the steps of requests, not the dummy ones. Not thread-safe: one caller
-    drives it."""
+    it binds the attention layers of `module` to them. `num_blocks` overrides the configured size of the KV cache. `trace` gets the steps
+    of requests, not the dummy ones. Not thread-safe: one caller drives it."""
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class ModelRunner:
         dtype: torch.dtype | None = None,
         counters: Counters | None = None,
         trace: StepTrace | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         first = next(module.parameters())
         self.module = module
@@ -94,9 +95,11 @@ class ModelRunner:
         self.layers = attention_layers(module)
         if not self.layers:
             raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
-        self.num_blocks = num_kv_blocks(config, block_bytes(self.layers.values(), config.block_size, self.dtype), self.device)
-        self.kv_caches = allocate_kv_caches(self.layers, self.num_blocks, config.block_size, self.dtype, self.device)
-        self._bind_layers(backend)
+        self._backend = backend
+        if num_blocks is None:
+            num_blocks = num_kv_blocks(config, block_bytes(self.layers.values(), config.block_size, self.dtype), self.device)
+        self.kv_caches: dict[str, KVCache] = {}
+        self.allocate_kv_cache(num_blocks)
 
         self.ops = ops = ops or default_ops(self.device)[0]
         transfer = HostToDevice(self.device, self.counters)
@@ -123,6 +126,15 @@ class ModelRunner:
         self._parked: ParkedStep | None = None
         self._trace = trace
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Replace the KV cache by one of `num_blocks` blocks. No request may run, and no graph may have been captured over the old one."""
+        for layer in self.layers.values():
+            layer.kv_cache = None  # the old one is freed first
+        self.kv_caches = {}
+        self.num_blocks = num_blocks
+        self.kv_caches = allocate_kv_caches(self.layers, num_blocks, self.config.block_size, self.dtype, self.device)
+        self._bind_layers(self._backend)
 
     @property
     def parked(self) -> ParkedStep | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rung.attention import CaptureSupport
 from rung.graphs import ConfiguredMode, Dispatch, Ladder
-from rung.graphs.trace import StepTrace, TraceHeader
+from rung.graphs.memory_budget import Steps, traced_steps
+from rung.graphs.trace import StepTrace, TraceHeader, read_trace
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
 
@@ -33,6 +36,15 @@ def trace_header(config: RunnerConfig, support: CaptureSupport) -> TraceHeader:
 def open_step_trace(config: RunnerConfig, support: CaptureSupport) -> StepTrace | None:
     """The trace that the configuration asks for. Raises `ConfigError` when its file cannot be written."""
     return None if config.step_trace is None else StepTrace(config.step_trace, trace_header(config, support))
+
+
+def recorded_steps(config: RunnerConfig) -> Steps | None:
+    """What earlier runs left in the trace file, to tell a memory budget which graphs are worth most. None without one. Raises
+    `TraceFileError` when the file is no trace."""
+    path = None if config.step_trace is None else Path(config.step_trace)
+    if path is None or config.graph_memory_bytes is None or not path.is_file() or not path.stat().st_size:
+        return None
+    return traced_steps(read_trace(path)) or None
 
 
 def record_step(trace: StepTrace, batch: Batch, dispatch: Dispatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 from click.testing import Result
 
 from rung.errors import TraceFileError
-from rung.graphs import ConfiguredMode, GraphMode, Reason, Shape, StepTrace, TraceHeader
+from rung.graphs import ConfiguredMode, GraphMode, Ladder, Reason, Shape, StepTrace, TraceHeader
 from tests.cli.conftest import refused
+from tests.graphs.toys import both_modes, fresh_break_plan, make_manager
 
 
 @pytest.fixture
@@ -85,6 +87,32 @@ def test_plan_keeps_the_budget(rung: Callable[..., Result], trace: Path, tmp_pat
     assert (report["sizes"], report["bytes"]) == ([40], 50)
     assert json.loads(rung(*options, "--size-bytes", 30, "--memory", 60).stdout)["bytes"] == 60
     assert "budget is 9" in refused(rung(*options, "--size-bytes", 30, "--memory", 9))
+
+
+def test_plan_takes_the_model_of_captured_graphs(rung: Callable[..., Result], trace: Path, tmp_path: Path) -> None:
+    manager = make_manager(fresh_break_plan(), capacity=64)
+    manager.capture(both_modes(Ladder.up_to(64)))
+    memory = manager.memory()
+    assert memory.model is not None
+    shared = dataclasses.replace(memory.model, shared_pool=True)
+    (tmp_path / "bench.json").write_text(json.dumps({"graph_memory": {**memory.as_json(), "model": shared.as_json()}}))
+    options = ("ladder", "plan", "--trace", trace, "--sizes", 5, "--max", 40, "--size-bytes", tmp_path / "bench.json", "--json")
+    report = json.loads(rung(*options).stdout)
+    assert report["bytes"] == shared.shared_pool_bytes(40) + shared.size_bytes(3) + shared.size_bytes(40)
+    assert report["bytes_from"].startswith("predicted from")
+    assert json.loads(rung(*options, "--memory", report["bytes"] - 1).stdout)["sizes"] == [40]
+
+
+def test_plan_says_when_bytes_are_assumed(rung: Callable[..., Result], trace: Path) -> None:
+    result = rung("ladder", "plan", "--trace", trace, "--sizes", 2, "--max", 40)
+    assert "20.0 MiB (assumed: 10 MiB a size)" in result.stderr
+
+
+def test_plan_refuses_a_bench_without_graphs(rung: Callable[..., Result], trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text('{"graph_memory": null}')
+    assert "no graph was captured" in refused(
+        rung("ladder", "plan", "--trace", trace, "--sizes", 2, "--size-bytes", tmp_path / "bench.json")
+    )
 
 
 def test_plan_takes_measured_times(rung: Callable[..., Result], trace: Path, tmp_path: Path) -> None:

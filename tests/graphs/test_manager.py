@@ -150,11 +150,13 @@ def test_capture_order_does_not_change_outputs(order: str) -> None:
         assert torch.equal(run_padded(manager, descriptor, x)[0], plan(x)[0])
 
 
-def test_largest_first_and_piecewise_first_by_default() -> None:
+def test_probes_then_the_rest_piecewise_and_largest_first_by_default() -> None:
     report = make_manager(fresh_break_plan()).capture(reversed(both_modes(LADDER)))
     assert [(e.descriptor.mode.value, e.descriptor.num_tokens) for e in report.entries] == [
-        *[("piecewise", size) for size in (16, 8, 4, 2, 1)],
-        *[("full", size) for size in (16, 8, 4, 2, 1)],
+        *[("piecewise", size) for size in (16, 4, 1)],
+        *[("full", size) for size in (16, 4, 1)],
+        *[("piecewise", size) for size in (8, 2)],
+        *[("full", size) for size in (8, 2)],
     ]
 
 
@@ -300,7 +302,7 @@ def test_lazy_descriptor_is_captured_once_and_keeps_the_steps_inputs() -> None:
     assert manager.counters[Count.CAPTURES] == 1
 
 
-def test_prepare_is_entered_for_warm_up_and_capture() -> None:
+def test_prepare_is_entered_once_for_warm_up_and_capture() -> None:
     entered: list[Descriptor] = []
 
     @contextmanager
@@ -309,7 +311,7 @@ def test_prepare_is_entered_for_warm_up_and_capture() -> None:
         yield
 
     make_manager(fresh_break_plan()).capture([FULL_4, PIECEWISE_4], prepare)
-    assert entered == [PIECEWISE_4, PIECEWISE_4, FULL_4, FULL_4]
+    assert entered == [PIECEWISE_4, FULL_4]
 
 
 def test_break_whose_results_change_shape_is_refused() -> None:

@@ -396,3 +396,31 @@ def test_a_break_that_decides_on_the_host_cuts_a_full_graph_and_stays_fresh(monk
     assert target._manager is not None
     (descriptor,) = target._manager.captured
     assert target._manager.program(descriptor).launches == 2
+
+
+def test_over_the_memory_budget_a_size_runs_without_a_graph() -> None:
+    target = graphed(twice, torch.randn(3, 4), graph_memory_bytes=0)
+    for rows in (3, 7, 3):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(target(x), twice(x))
+    assert steps(target) == {"step.none.memory_budget": 3}
+    memory = target.memory()
+    assert memory is not None
+    assert (memory.total_bytes, [one.num_tokens for one in memory.trimmed]) == (0, [7, 3])
+
+
+def test_within_the_memory_budget_sizes_are_captured_until_it_is_full() -> None:
+    free = graphed(twice, torch.randn(3, 4))
+    free(torch.randn(3, 4))
+    memory = free.memory()
+    assert memory is not None
+    target = graphed(twice, torch.randn(3, 4), graph_memory_bytes=memory.total_bytes)
+    for rows in (3, 2, 3):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(target(x), twice(x))
+    assert steps(target) == {"step.full.best": 2, "step.none.memory_budget": 1}
+
+
+def test_a_negative_memory_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match="graph_memory_bytes must be at least 0"):
+        CompileConfig(graphs="full", graph_memory_bytes=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +13,30 @@ import torch
 from rung.compile.bound import BoundStep
 
 
+@dataclass(frozen=True, slots=True)
+class NodeCounts:
+    """Nodes of graphs by type. Child graphs count with what is inside of them."""
+
+    kernels: int = 0
+    copies: int = 0
+    fills: int = 0
+    others: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.kernels + self.copies + self.fills + self.others
+
+    def __add__(self, other: NodeCounts) -> NodeCounts:
+        return NodeCounts(self.kernels + other.kernels, self.copies + other.copies, self.fills + other.fills, self.others + other.others)
+
+
 class GraphPool(ABC):
     """Memory shared by the graphs of one manager, which replays them one at a time.
 
     Memory that is free when a graph is captured may be used by that graph, so a replay may overwrite everything in the pool but what its
     own program still needs. The pool stays usable when all its graphs were released."""
+
+    shares: ClassVar[bool]  # whether a capture reuses memory that is free in the pool, so that smaller sizes cost little after a larger one
 
     @abstractmethod
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -32,12 +52,19 @@ class GraphPool(ABC):
         """Device memory held by the pool."""
 
     @abstractmethod
+    def executable_bytes(self) -> int:
+        """Memory that executable graphs hold, beside an unknown constant: the difference of two readings is what came between them."""
+
+    @abstractmethod
     def poison(self) -> None:
         """Fill all memory of the pool with bytes of ones (NaN in every floating type). Whatever a replay does not write shows."""
 
 
 class CapturedGraph(ABC):
-    """One recorded piece of work. `replay` repeats it on the caller's current stream with the addresses and host values of the capture."""
+    """One recorded piece of work. `replay` repeats it on the caller's current stream with the addresses and host values of the capture.
+    `nodes` is None where nobody can count them."""
+
+    nodes: NodeCounts | None = None
 
     @abstractmethod
     def replay(self) -> None: ...
@@ -64,6 +91,10 @@ class GraphBackend(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def why_no_nodes(self) -> str | None:
+        """Why graphs have no `nodes`, None when they have."""
+        return None
+
     @abstractmethod
     def new_pool(self) -> GraphPool:
         """A pool that the caller owns."""
@@ -86,5 +117,13 @@ class GraphBackend(ABC):
         """Make the results of a graph just captured real, where capturing did not execute it: a break that follows may index with them."""
 
     @abstractmethod
+    def upload(self, graph: CapturedGraph) -> None:
+        """Bring a graph just captured to where it runs, so that its memory is taken now and not at its first replay."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait for the device."""
+
+    @abstractmethod
+    def reclaim(self) -> None:
+        """Give the memory of pools that are gone back to the device. Not inside of a capture."""

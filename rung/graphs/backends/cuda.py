@@ -11,6 +11,7 @@ import torch
 from rung.compile.bound import BoundStep
 from rung.errors import InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
+from rung.graphs.backends.driver import count_captured_nodes, upload_graph, why_no_driver
 from rung.graphs.backends.finalisers import finalise, finalisers_parked
 from rung.torch_compat import end_allocation_to_pool
 
@@ -32,6 +33,8 @@ class _Span:
 
 class CudaPool(GraphPool):
     """A private pool of the caching allocator. Its handle dies with its last graph, so a tiny graph lives as long as the pool."""
+
+    shares = True
 
     def __init__(self, backend: CudaBackend) -> None:
         self._backend = backend
@@ -78,6 +81,12 @@ class CudaPool(GraphPool):
         self._refresh()
         return sum(size for _, size in self._segments)
 
+    def executable_bytes(self) -> int:
+        """All device memory in use outside of the caching allocator, of other processes too."""
+        device = self._backend.device
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+
     def poison(self) -> None:
         self._refresh()
         for address, size in self._segments:
@@ -87,11 +96,11 @@ class CudaPool(GraphPool):
         return any(start <= address < start + size for start, size in self._segments)
 
     def _refresh(self) -> None:
-        handles = [tuple(handle) for handle in self._handles]
         self._segments = [
             (segment["address"], segment["total_size"])
-            for segment in torch.cuda.memory_snapshot()
-            if tuple(segment["segment_pool_id"]) in handles
+            for handle in self._handles
+            for segment in torch.cuda.memory_snapshot(handle, include_traces=False)  # of everything it costs milliseconds
+            if tuple(segment["segment_pool_id"]) == tuple(handle)
         ]
 
 
@@ -126,6 +135,9 @@ class CudaBackend(GraphBackend):
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)
 
+    def why_no_nodes(self) -> str | None:
+        return why_no_driver()
+
     def new_pool(self) -> CudaPool:
         return CudaPool(self)
 
@@ -157,6 +169,7 @@ class CudaBackend(GraphBackend):
         except BaseException:
             self._abandon(captured, pool)
             raise
+        captured.nodes = count_captured_nodes(self._stream.cuda_stream)
         try:
             graph.capture_end()
         except BaseException:
@@ -169,8 +182,17 @@ class CudaBackend(GraphBackend):
     def settle(self, graph: CapturedGraph) -> None:
         graph.replay()
 
+    def upload(self, graph: CapturedGraph) -> None:
+        assert isinstance(graph, CudaGraph)
+        if graph.graph is not None:
+            upload_graph(graph.graph.raw_cuda_graph_exec(), self._stream.cuda_stream)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def reclaim(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     def _abandon(self, captured: CudaGraph, pool: CudaPool) -> None:
         """End a capture whose body failed. The error that counts is the one that is already on its way."""

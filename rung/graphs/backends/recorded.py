@@ -17,7 +17,7 @@ import torch
 
 from rung.compile.bound import BoundStep
 from rung.errors import CaptureError, InternalError
-from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
+from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool, NodeCounts
 from rung.graphs.backends.recorded_memory import RecordedPool, alias_of, plain_tensors, storage_key
 from rung.graphs.device_reads import waits_for_device
 from rung.torch_compat import (
@@ -64,6 +64,8 @@ class RecordedGraph(CapturedGraph):
         self.released = False
 
     def finish(self) -> None:
+        self.nodes = NodeCounts(kernels=len(self.records))
+        self._pool.records += len(self.records)
         self._gone = self._pool.end_graph(self._index)
         self._written = self._pool.born_in(self._index)
         self._pool.written(self._written.difference(self._gone))
@@ -79,6 +81,8 @@ class RecordedGraph(CapturedGraph):
         self._pool.scramble(self._gone)
 
     def release(self) -> None:
+        if self.nodes is not None and not self.released:
+            self._pool.records -= len(self.records)
         self.released = True
         self.records = []
 
@@ -207,7 +211,13 @@ class RecordedBackend(GraphBackend):
     def settle(self, graph: CapturedGraph) -> None:
         return None  # recording executes
 
+    def upload(self, graph: CapturedGraph) -> None:
+        return None  # it lies here already
+
     def synchronize(self) -> None:
+        return None
+
+    def reclaim(self) -> None:
         return None
 
 

@@ -62,13 +62,19 @@ class Block:
         self.bytes.fill_(0xFF)  # NaN in every floating type, -1 in integers
 
 
+RECORD_BYTES = 1024  # what a record counts as, so that the accounting of executables has something to count
+
+
 class RecordedPool(GraphPool):
     """Blocks stay allocated, so each capture has addresses of its own; `scramble_for` destroys what sharing would have destroyed.
 
     When graph g replays, it may overwrite every block that was free when g was captured, and every block of a later graph, because that
     may lie where g had a temporary."""
 
+    shares = False
+
     def __init__(self, scramble: bool) -> None:
+        self.records = 0  # of all graphs that are not released
         self._scramble = scramble
         self._clock = 0
         self._blocks: dict[int, Block] = {}
@@ -140,6 +146,9 @@ class RecordedPool(GraphPool):
 
     def bytes(self) -> int:
         return sum(block.bytes.nbytes for block in self._blocks.values())
+
+    def executable_bytes(self) -> int:
+        return self.records * RECORD_BYTES
 
     def poison(self) -> None:
         for block in self._blocks.values():

@@ -79,6 +79,14 @@ class Sampler:
         noise = gumbel_noise(self._ints[_SEED, rows], seq_lens.to(torch.int64), logits.shape[1])
         return torch.where(greedy, logits.float(), scaled + noise).argmax(dim=-1)
 
+    def rehearse(self, logits: torch.Tensor) -> None:
+        """Allocate what sampling every row of logits [rows, vocab] with every option would, for a profile of memory."""
+        rows = logits.shape[0]
+        ints = torch.ones(rows, dtype=torch.int64, device=logits.device)
+        scaled = _truncate(logits.float(), ints, ints.float())
+        noise = gumbel_noise(ints, ints, logits.shape[1])
+        torch.where((ints == 0).unsqueeze(1), logits.float(), scaled + noise).argmax(dim=-1)
+
 
 def _truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Mask all but the top-k tokens and of those all but the most likely ones that together reach top-p; the best token always stays."""

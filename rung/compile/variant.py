@@ -55,9 +55,16 @@ class Variant:
         self.rebind(owner)
         return True
 
-    def rebind(self, owner: Any) -> None:
-        """Read the module's tensors again; graphs that read the old ones are dropped."""
-        self.release()
+    def rebind(self, owner: Any, *, recapture: bool = False) -> None:
+        """Read the module's tensors again; graphs that read the old ones are dropped, or with `recapture` captured again."""
+        again = getattr(self.run, "recapture", None)
+        if recapture and again is not None:
+            again(lambda: self._bind(owner))
+        else:
+            self.release()
+            self._bind(owner)
+
+    def _bind(self, owner: Any) -> None:
         self.compiled.rebind({self.compiled.plan.inputs[n].local: owner for n in self.compiled.weights})
         if self.state is not None:
             self.state.refresh()

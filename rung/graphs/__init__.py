@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from rung.graphs.backends import GraphBackend, make_backend
 from rung.graphs.buffers import BufferSpec, StaticBuffer
+from rung.graphs.capture_report import CaptureReport
 from rung.graphs.descriptor import ConfiguredMode, Descriptor, GraphMode, Shape, exact
 from rung.graphs.dispatch import Dispatch, Dispatcher, plan_descriptors, resolve_mode
 from rung.graphs.ladder import Ladder
-from rung.graphs.manager import CaptureReport, GraphManager
+from rung.graphs.manager import GraphManager
 from rung.graphs.outputs import Outputs
 from rung.graphs.padding import check_padding
 from rung.graphs.reasons import Reason

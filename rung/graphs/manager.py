@@ -4,57 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 
 from rung.compile.bound import BoundPlan, BoundStep
 from rung.counters import Count, Counters
-from rung.errors import CaptureError
+from rung.errors import CaptureError, StateError
 from rung.graphs.backends.base import GraphBackend, GraphPool
 from rung.graphs.buffers import StaticBuffer
 from rung.graphs.capture import capture_program, warm_up
+from rung.graphs.capture_report import CaptureEntry, CaptureReport
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dispatch import Dispatch, capture_order
 from rung.graphs.guard import AddressGuard, NamedTensors
 from rung.graphs.outputs import Outputs
 from rung.graphs.program import ReplayProgram
+from rung.graphs.ranges import Ranges
 from rung.graphs.reasons import Reason
-
-Prepare = Callable[[Descriptor], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureEntry:
-    """One descriptor's cost. `pool_bytes` is what the pool grew by, `launches` the graphs of one replay."""
-
-    descriptor: Descriptor
-    seconds: float
-    pool_bytes: int
-    launches: int
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """What a call of `capture` did, in capture order."""
-
-    entries: tuple[CaptureEntry, ...]
-    failures: tuple[CaptureError, ...]
-    seconds: float
-    pool_bytes: int  # held by the pool now, over all captures so far
-
-
-@dataclass(slots=True)
-class _Pending:
-    prepare: Prepare
-    descriptors: set[Descriptor] = field(default_factory=set)
-
-
-def _nothing_to_prepare(descriptor: Descriptor) -> AbstractContextManager[Any]:
-    return nullcontext()
+from rung.graphs.wanted import Prepare, Wanted, nothing_to_prepare
 
 
 class GraphManager:
@@ -64,7 +34,8 @@ class GraphManager:
     `run`. `prepare(descriptor)` is entered around each warm-up and each capture: it sets the forward context with harmless metadata for
     that size and must leave what it changes as it was. `parameters` lists what graphs read besides their inputs, for the address check.
 
-    Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream."""
+    Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream and
+    waits there for the step before it. `suspend` frees graphs and their memory and remembers what they were; `resume` captures it again."""
 
     def __init__(
         self,
@@ -76,6 +47,7 @@ class GraphManager:
         counters: Counters | None = None,
         generators: Sequence[torch.Generator] = (),
         parameters: NamedTensors | None = None,
+        ranges: Ranges | None = None,
     ) -> None:
         self.plan = plan
         self.backend = backend
@@ -88,7 +60,9 @@ class GraphManager:
         self._guard = AddressGuard(parameters) if parameters is not None else None
         self._pool: GraphPool | None = None
         self._programs: dict[Descriptor, ReplayProgram] = {}
-        self._pending: _Pending | None = None
+        self._wanted = Wanted()
+        self._order = backend.new_order()
+        self._ranges = ranges
         self._lock = threading.RLock()
 
     # --- capture ---
@@ -96,7 +70,7 @@ class GraphManager:
     def capture(
         self,
         descriptors: Iterable[Descriptor],
-        prepare: Prepare = _nothing_to_prepare,
+        prepare: Prepare = nothing_to_prepare,
         *,
         order: Literal["largest_first", "given"] = "largest_first",
         lazy: bool = False,
@@ -108,14 +82,14 @@ class GraphManager:
         when `on_failure` is "skip". Either way the descriptors that failed stand in `failed`."""
         with self._lock:
             wanted = [d for d in descriptors if d.mode is not GraphMode.NONE and d not in self._programs]
+            if self.is_suspended and not lazy:
+                raise StateError("a capture was asked for while the graphs are suspended", hint="call resume() first")
+            self._wanted.add(wanted, prepare, lazy=lazy)
             if lazy:
-                self._pending = self._pending or _Pending(prepare)
-                self._pending.prepare = prepare
-                self._pending.descriptors.update(wanted)
                 return CaptureReport((), (), 0.0, self.pool_bytes)
-            return self._capture_all(capture_order(wanted) if order == "largest_first" else wanted, prepare, on_failure)
+            return self._capture_all(capture_order(wanted) if order == "largest_first" else wanted, on_failure)
 
-    def _capture_all(self, descriptors: Sequence[Descriptor], prepare: Prepare, on_failure: str) -> CaptureReport:
+    def _capture_all(self, descriptors: Sequence[Descriptor], on_failure: str = "raise") -> CaptureReport:
         started = time.perf_counter()
         entries: list[CaptureEntry] = []
         failures: list[CaptureError] = []
@@ -123,10 +97,10 @@ class GraphManager:
         if self._pool is None:
             self._pool = self.backend.new_pool()
         held = self._pool.bytes()
-        with self.backend.session(), torch.inference_mode(False), torch.no_grad():
+        with self._order.step(), self.backend.session(), torch.inference_mode(False), torch.no_grad():
             for descriptor in descriptors:
                 try:
-                    entries.append(self._capture_one(descriptor, self._pool, prepare, held))
+                    entries.append(self._capture_one(descriptor, self._pool, held))
                     held += entries[-1].pool_bytes
                 except CaptureError as error:
                     self.failed.add(descriptor)
@@ -139,16 +113,19 @@ class GraphManager:
             raise failures[0]
         return report
 
-    def _capture_one(self, descriptor: Descriptor, pool: GraphPool, prepare: Prepare, bytes_before: int) -> CaptureEntry:
+    def _capture_one(self, descriptor: Descriptor, pool: GraphPool, bytes_before: int) -> CaptureEntry:
         started = time.perf_counter()
         inputs = self._views(descriptor)
-        with prepare(descriptor):
+        with self._wanted.prepare(descriptor):
             warm_up(self.plan, descriptor, inputs)
         if self._guard is not None:
             self._guard.snapshot()
-        with prepare(descriptor):
+        with self._wanted.prepare(descriptor):
             program = capture_program(self.plan, self.backend, pool, descriptor, inputs, self._generators)
+        if self._ranges is not None:
+            self._ranges.mark(program, descriptor)
         self._programs[descriptor] = program
+        self._wanted.captured(descriptor)
         self.failed.discard(descriptor)
         self.counters.add(Count.CAPTURES)
         return CaptureEntry(descriptor, time.perf_counter() - started, pool.bytes() - bytes_before, program.launches)
@@ -158,13 +135,14 @@ class GraphManager:
     def run(self, step: Dispatch | Descriptor) -> Outputs:
         """Run one step over what the buffers hold: replay the descriptor's graphs, or the plan itself at exact sizes for mode NONE.
 
-        Raises `CaptureError` when the descriptor was neither captured nor planned lazily, `AddressChangedError` when inputs moved."""
+        Raises `CaptureError` when the descriptor was neither captured nor planned lazily, `StateError` when the graphs are suspended."""
         dispatch = step if isinstance(step, Dispatch) else Dispatch(step, Reason.BEST)
         descriptor = dispatch.descriptor
-        with self._lock:
+        with self._lock, self._order.step():
             if descriptor.mode is GraphMode.NONE:
                 self.count_step(dispatch)
-                return Outputs(self.plan.run_steps(self._views(descriptor), _eager), self.generation, None)
+                runner = _eager if self._ranges is None else self._ranges.step
+                return Outputs(self.plan.run_steps(self._views(descriptor), runner), self.generation, None)
             program = self._programs.get(descriptor) or self._capture_now(descriptor)
             self.count_step(dispatch)
             self.generation += 1
@@ -172,6 +150,11 @@ class GraphManager:
                 program.replay()
             self.counters.add(Count.REPLAYS)
             return Outputs(program.outputs, self.generation, self._current_generation)
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Enter it around a step's writes into the buffers, its `run` and the reading of its outputs when steps may come from several
+        streams or devices: the writes then wait for the step before. `run` enters it too. The caller holds a lock of its own around it."""
+        return self._order.step()
 
     def count_step(self, dispatch: Dispatch) -> None:
         """Count a step under `step.<mode>.<reason>`; for callers that run a step without the manager."""
@@ -213,33 +196,55 @@ class GraphManager:
             if self._pool is not None:
                 self._pool.poison()
 
-    def release(self) -> None:
-        """Free all graphs and the pool; the manager can capture again afterwards."""
+    @property
+    def is_suspended(self) -> bool:
+        return self._wanted.is_suspended
+
+    def suspend(self) -> None:
+        """Free all graphs and their memory; static buffers, the plan and the list of what was captured stay. Twice is once."""
         with self._lock:
-            self.generation += 1
-            for program in self._programs.values():
-                program.release()
-            self._programs.clear()
-            self._pending = None
-            self._pool = None
-            if self._guard is not None:
-                self._guard.forget()
+            self._wanted.put_away(self.captured)
+            self._free()
+            self.backend.give_back()
+
+    def resume(self) -> CaptureReport:
+        """Capture again what `suspend` freed; without it nothing is done. A failure is raised and leaves the rest captured."""
+        with self._lock:
+            return self._capture_all(self._wanted.take_back())
+
+    def recapture(self) -> CaptureReport:
+        """Free the graphs and capture the same list again, for example after addresses that they read have changed."""
+        with self._lock:
+            self.suspend()
+            return self.resume()
+
+    def release(self) -> None:
+        """Free all graphs and the pool, and forget what was captured; the manager can capture again afterwards."""
+        with self._lock:
+            self._free()
+            self._wanted.forget()
 
     # --- inside ---
 
+    def _free(self) -> None:
+        self.generation += 1
+        if self._programs:
+            self.backend.synchronize()  # a graph may still be running, and its memory is about to be somebody else's
+        for program in self._programs.values():
+            program.release()
+        self._programs.clear()
+        self._pool = None
+        if self._guard is not None:
+            self._guard.forget()
+
     def _capture_now(self, descriptor: Descriptor) -> ReplayProgram:
         """Capture a lazily planned descriptor. The step's inputs lie in the buffers already and are put back afterwards."""
-        if self._pending is None or descriptor not in self._pending.descriptors or descriptor in self.failed:
-            raise CaptureError(
-                f"no graph was captured for ({descriptor})",
-                hint="dispatch among the descriptors that were captured, and respect `manager.failed`",
-                size=descriptor.num_tokens,
-            )
+        self._wanted.check_lazy(descriptor)
         saved = [buffer.view(buffer.capacity).clone() for buffer in self._buffers()]
         try:
-            self._capture_all([descriptor], self._pending.prepare, "raise")
+            self._capture_all([descriptor])
         finally:
-            self._pending.descriptors.discard(descriptor)
+            self._wanted.captured(descriptor)
             for buffer, values in zip(self._buffers(), saved, strict=True):
                 buffer.view(buffer.capacity).copy_(values)
         return self._programs[descriptor]

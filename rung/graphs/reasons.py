@@ -23,6 +23,8 @@ class Reason(StrEnum):
     EMPTY = "empty"
     CAPTURE_FAILED = "capture_failed"
     NOT_CAPTURED = "not_captured"
+    CAPTURE_PENDING = "capture_pending"
+    SUSPENDED = "suspended"
 
     @property
     def sentence(self) -> str:
@@ -50,6 +52,8 @@ _SENTENCES: dict[Reason, str] = {
     Reason.EMPTY: "the step has no tokens",
     Reason.CAPTURE_FAILED: "the capture of the fitting graph failed",
     Reason.NOT_CAPTURED: "the configuration plans no graph for this kind of batch",
+    Reason.CAPTURE_PENDING: "the graph for this size is captured once it was asked for often enough",
+    Reason.SUSPENDED: "the graphs were suspended and not resumed",
 }
 
 _ADVICE: dict[Reason, str] = {
@@ -67,5 +71,7 @@ _ADVICE: dict[Reason, str] = {
     Reason.PADDING: "capture a size between the step and the next one, or raise max_waste",
     Reason.EMPTY: "nothing: there is no work",
     Reason.CAPTURE_FAILED: "see the error of the capture, raised when it happened",
+    Reason.CAPTURE_PENDING: "nothing: wait, or lower capture_after",
+    Reason.SUSPENDED: "call resume()",
     Reason.NOT_CAPTURED: 'capture such batches too: graphs="full_and_piecewise"',
 }

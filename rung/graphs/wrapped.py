@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -19,12 +19,16 @@ from rung.counters import Count, Counters
 from rung.errors import ConfigError, PaddingError, UnsupportedModuleError
 from rung.graphs.backends import make_backend
 from rung.graphs.buffers import BufferSpec, StaticBuffer
-from rung.graphs.descriptor import Descriptor, GraphMode
+from rung.graphs.capture_report import CaptureReport
+from rung.graphs.descriptor import Descriptor, GraphMode, Shape
 from rung.graphs.dispatch import Dispatch
 from rung.graphs.ladder import DEFAULT_TOP, Ladder
-from rung.graphs.manager import CaptureReport, GraphManager
+from rung.graphs.manager import GraphManager
 from rung.graphs.padding import check_padding
+from rung.graphs.ranges import nvtx_ranges
 from rung.graphs.reasons import Reason
+from rung.graphs.step_log import StepLog
+from rung.graphs.traffic import Traffic
 
 _MAX_GRAPHS = 64  # graphs of exact sizes, or of combinations of several dimensions; later ones run without
 
@@ -34,12 +38,16 @@ class WrappedGraphs:
 
     Inputs are copied into static buffers. Outputs are cloned by default, or borrowed until the next call. Sizes are exact unless the
     dimension is named in `pad`: then the plan must prove that its rows are independent, and the first padded call is compared with the
-    exact one under two paddings. One lock serialises calls."""
+    exact one under two paddings. One lock serialises calls; they may come from any thread, on any stream. `last` is the latest decision."""
 
-    def __init__(self, compiled: CompiledFunction, config: CompileConfig, counters: Counters) -> None:
+    def __init__(self, compiled: CompiledFunction, config: CompileConfig, counters: Counters, log: StepLog | None = None) -> None:
         self.compiled = compiled
         self.config = config
         self.counters = counters
+        self.last: Dispatch | None = None
+        self._ranges = nvtx_ranges(config.nvtx)
+        self._traffic = Traffic(config.capture_after)
+        self._suspended = False
         specs = dict(compiled.plan.tensors)
         self._specs = [
             _buffer_spec(name, specs[compiled.plan.inputs[n]]) for name, n in zip(compiled.input_names, compiled.arguments, strict=True)
@@ -52,23 +60,35 @@ class WrappedGraphs:
         self._manager: GraphManager | None = None
         self._capacity = dict.fromkeys(self.dims, 0)
         self._lock = threading.RLock()
+        self.log = log or self._open_log()
 
     def __call__(self, *inputs: Any) -> Any:
         with self._lock:
             self._refuse_unproved()
             sizes = self._sizes(inputs)
-            dispatch = self._dispatch(sizes)
-            descriptor = dispatch.descriptor
-            if descriptor.mode is GraphMode.NONE:
-                self.counters.add(f"step.none.{dispatch.reason}")
+            dispatch = self._available(self._dispatch(sizes), sizes)
+            result = self._run(dispatch, inputs, sizes)
+            self.last = dispatch
+            if self.log is not None:
+                self.log.add(self._shape(sizes), dispatch)
+            return result
+
+    def _run(self, dispatch: Dispatch, inputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+        descriptor = dispatch.descriptor
+        if descriptor.mode is GraphMode.NONE:
+            self.counters.add(f"step.none.{dispatch.reason}")
+            if self._ranges is None:
                 return self.compiled(*inputs)
-            target = descriptor.sizes(self.dims[0])
-            if any(target[name] > sizes[name] and name not in self._checked for name in self.padded):
-                with _kept_state(self.compiled):
-                    self._check(inputs, sizes, target)
-            manager = self._manager_for(target, inputs)
+            return self.compiled.restore(self.compiled.run_steps(inputs, self._ranges.step), inputs)
+        target = descriptor.sizes(self.dims[0])
+        if any(target[name] > sizes[name] and name not in self._checked for name in self.padded):
+            with _kept_state(self.compiled):
+                self._check(inputs, sizes, target)
+        manager = self._manager_for(target, inputs)
+        with manager.step():
             self._write(manager, inputs, descriptor)
             if not manager.can_replay(descriptor):
+                self._traffic.drop(descriptor)
                 with _kept_state(self.compiled):
                     manager.capture([descriptor])
                 self._write(manager, inputs, descriptor)
@@ -88,6 +108,29 @@ class WrappedGraphs:
                 _fill(buffer, spec, value)
             with _kept_state(self.compiled):
                 return manager.capture(descriptors)
+
+    def suspend(self) -> None:
+        """Free graphs and their memory; calls run without graphs until `resume`, which captures the same ones again."""
+        with self._lock:
+            self._suspended = True
+            if self._manager is not None:
+                self._manager.suspend()
+
+    def resume(self) -> None:
+        with self._lock:
+            self._suspended = False
+            if self._manager is not None:
+                with _kept_state(self.compiled):
+                    self._manager.resume()
+
+    def recapture(self, between: Callable[[], None]) -> None:
+        """Free the graphs, call `between` (which may bind other weights), and capture the same graphs again."""
+        with self._lock:
+            suspended = self._suspended
+            self.suspend()
+            between()
+            if not suspended:
+                self.resume()
 
     def release(self) -> None:
         """Free graphs and buffers; the next call captures again."""
@@ -140,6 +183,26 @@ class WrappedGraphs:
             return Dispatch(none, Reason.NOT_CAPTURED)
         return Dispatch(descriptor, Reason.BEST, prod(target.values()) - prod(sizes.values()))
 
+    def _available(self, dispatch: Dispatch, sizes: Mapping[str, int]) -> Dispatch:
+        """The decision, or none when its graph is not to be had now."""
+        descriptor = dispatch.descriptor
+        if descriptor.mode is GraphMode.NONE or (self._manager is not None and self._manager.can_replay(descriptor)):
+            return dispatch
+        if self._suspended:
+            return Dispatch(self._descriptor(GraphMode.NONE, sizes), Reason.SUSPENDED)
+        if not self._traffic.miss(descriptor):
+            return Dispatch(self._descriptor(GraphMode.NONE, sizes), Reason.CAPTURE_PENDING)
+        return dispatch
+
+    def _shape(self, sizes: Mapping[str, int]) -> Shape:
+        return Shape(num_tokens=sizes[self.dims[0]], symbols=tuple(sorted((name, sizes[name]) for name in self.dims[1:])))
+
+    def _open_log(self) -> StepLog | None:
+        if self.config.step_trace is None:
+            return None
+        ladder = self.ladders[self.dims[0]].sizes if self.dims[0] in self.padded or self._given_sizes(self.dims[0]) else ()
+        return StepLog(self.config.step_trace, graphs=self.mode, ladder=ladder, maximum=self.compiled.plan.bounds.get(self.dims[0]))
+
     def _descriptor(self, mode: GraphMode, sizes: Mapping[str, int]) -> Descriptor:
         others = tuple(sorted((name, sizes[name]) for name in self.dims[1:]))
         return Descriptor(mode=mode, num_tokens=sizes[self.dims[0]], symbols=others)
@@ -185,7 +248,9 @@ class WrappedGraphs:
                 self._capacity[name] = max(size, self._capacity[name], self.ladders[name].top if name in self.padded else 0)
             device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), self.compiled.device)
             buffers = [StaticBuffer(spec, capacity=self._capacity, device=device) for spec in self._specs]
-            self._manager = GraphManager(self.compiled, make_backend(device), inputs=buffers, dim=self.dims[0], counters=self.counters)
+            self._manager = GraphManager(
+                self.compiled, make_backend(device), inputs=buffers, dim=self.dims[0], counters=self.counters, ranges=self._ranges
+            )
         return self._manager
 
     def _write(self, manager: GraphManager, inputs: Sequence[Any], descriptor: Descriptor) -> None:

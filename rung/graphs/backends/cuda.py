@@ -12,6 +12,7 @@ import torch
 from rung.compile.bound import BoundStep
 from rung.errors import InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
+from rung.graphs.backends.cuda_order import CudaStepOrder
 from rung.torch_compat import end_allocation_to_pool
 
 _TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by item size; the true type is put back with view(dtype)
@@ -125,6 +126,12 @@ class CudaBackend(GraphBackend):
 
     def new_pool(self) -> CudaPool:
         return CudaPool(self)
+
+    def new_order(self) -> CudaStepOrder:
+        return CudaStepOrder(self.device)
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
 
     @contextmanager
     def session(self) -> Iterator[None]:

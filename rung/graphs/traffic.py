@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from typing import Any
 
-from rung.graphs.descriptor import Descriptor, GraphMode, Shape
+from rung.graphs.descriptor import Descriptor, GraphMode, Shape, exact
 from rung.graphs.dispatch import Dispatch, Dispatcher
+from rung.graphs.manager import GraphManager
 from rung.graphs.reasons import Reason
 
 
@@ -41,8 +42,7 @@ class Traffic:
 
     def capture_due(self, capture: Callable[[Descriptor], Any], seconds: float | None = None) -> int:
         """Capture what is due, one graph after the other; returns how many. With a budget of `seconds` the first begins in any case, as a
-        capture cannot be divided, and another only when one as long as the last would still fit. A capture that fails is not tried again;
-        its error is raised once."""
+        capture cannot be divided, and another only when one as long as the last would still fit."""
         started, done = time.perf_counter(), 0
         for descriptor in self.due:
             begun = time.perf_counter()
@@ -72,28 +72,32 @@ class _Unavailable(Set[Descriptor]):
         return sum(1 for _ in self)
 
 
-class TrafficDispatcher:
-    """Chooses among the graphs that exist, and counts those that a step would rather have had.
+class LiveDispatcher:
+    """Chooses among the graphs that exist now. `make` builds the dispatcher of all `planned` descriptors but those in the set it is given.
 
-    A step whose best graph is not there yet takes the next best that is, larger or of a lower mode, with the reason CAPTURE_PENDING."""
+    While the graphs are suspended a step runs without, with the reason SUSPENDED. With `traffic` a step whose best graph was not captured
+    yet is counted and takes the next best that was, larger or of a lower mode, with the reason CAPTURE_PENDING."""
 
     def __init__(
         self,
         planned: Iterable[Descriptor],
-        dispatcher: Dispatcher,
-        make_dispatcher: Callable[[Set[Descriptor]], Dispatcher],
-        can_replay: Callable[[Descriptor], bool],
-        traffic: Traffic,
+        make: Callable[[Set[Descriptor]], Dispatcher],
+        manager: GraphManager,
+        traffic: Traffic | None = None,
     ) -> None:
-        self._all = dispatcher
-        self._ready = make_dispatcher(_Unavailable(planned, can_replay))
-        self._can_replay = can_replay
+        self._manager = manager
+        self._all = make(manager.failed)
+        self._ready = make(_Unavailable(planned, manager.can_replay))
         self.traffic = traffic
 
     def dispatch(self, shape: Shape, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """As `Dispatcher.dispatch`."""
         wished = self._all.dispatch(shape, best=best)
-        if wished.descriptor.mode is GraphMode.NONE or self._can_replay(wished.descriptor):
+        if wished.descriptor.mode is GraphMode.NONE or self._manager.can_replay(wished.descriptor):
             return wished
+        if self._manager.is_suspended:
+            return Dispatch(exact(shape), Reason.SUSPENDED)
+        if self.traffic is None:
+            return wished  # planned to be captured at its first step
         self.traffic.miss(wished.descriptor)
         return replace(self._ready.dispatch(shape, best=best), reason=Reason.CAPTURE_PENDING)

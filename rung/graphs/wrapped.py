@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
-from rung.compile.bound import BoundStep
 from rung.compile.compiled import CompiledFunction
-from rung.compile.plan import TensorSpec
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
-from rung.errors import ConfigError, PaddingError, UnsupportedModuleError
+from rung.errors import ConfigError, PaddingError
 from rung.graphs.backends import make_backend
-from rung.graphs.buffers import BufferSpec, StaticBuffer
+from rung.graphs.buffers import StaticBuffer
 from rung.graphs.capture_report import CaptureReport
 from rung.graphs.descriptor import Descriptor, GraphMode, Shape
 from rung.graphs.dispatch import Dispatch
 from rung.graphs.ladder import DEFAULT_TOP, Ladder
 from rung.graphs.manager import GraphManager
+from rung.graphs.module_io import (
+    buffer_spec,
+    call_step,
+    dimensions,
+    fill,
+    kept_state,
+    refuse_written_inputs,
+    with_valid_range,
+    written_weights,
+)
 from rung.graphs.padding import check_padding
 from rung.graphs.ranges import nvtx_ranges
 from rung.graphs.reasons import Reason
@@ -50,9 +57,9 @@ class WrappedGraphs:
         self._suspended = False
         specs = dict(compiled.plan.tensors)
         self._specs = [
-            _buffer_spec(name, specs[compiled.plan.inputs[n]]) for name, n in zip(compiled.input_names, compiled.arguments, strict=True)
+            buffer_spec(name, specs[compiled.plan.inputs[n]]) for name, n in zip(compiled.input_names, compiled.arguments, strict=True)
         ]
-        self.dims = _dimensions(self._specs)  # the first is counted by `Descriptor.num_tokens`
+        self.dims = dimensions(self._specs)  # the first is counted by `Descriptor.num_tokens`
         self.padded = frozenset(compiled.plan.rows) & set(self.dims)
         self.ladders = {name: self._make_ladder(name) for name in self.dims}
         self.mode = self._resolve_mode()
@@ -82,14 +89,14 @@ class WrappedGraphs:
             return self.compiled.restore(self.compiled.run_steps(inputs, self._ranges.step), inputs)
         target = descriptor.sizes(self.dims[0])
         if any(target[name] > sizes[name] and name not in self._checked for name in self.padded):
-            with _kept_state(self.compiled):
+            with kept_state(self.compiled):
                 self._check(inputs, sizes, target)
         manager = self._manager_for(target, inputs)
         with manager.step():
             self._write(manager, inputs, descriptor)
             if not manager.can_replay(descriptor):
                 self._traffic.drop(descriptor)
-                with _kept_state(self.compiled):
+                with kept_state(self.compiled):
                     manager.capture([descriptor])
                 self._write(manager, inputs, descriptor)
             outputs = manager.run(dispatch)
@@ -105,8 +112,8 @@ class WrappedGraphs:
             manager = self._manager_for({name: max(size[name] for size in wanted) for name in self.dims}, inputs)
             descriptors = [self._descriptor(self.mode, size) for size in wanted]
             for value, spec, buffer in zip(inputs, self._specs, manager.inputs, strict=True):
-                _fill(buffer, spec, value)
-            with _kept_state(self.compiled):
+                fill(buffer, spec, value)
+            with kept_state(self.compiled):
                 return manager.capture(descriptors)
 
     def suspend(self) -> None:
@@ -120,7 +127,7 @@ class WrappedGraphs:
         with self._lock:
             self._suspended = False
             if self._manager is not None:
-                with _kept_state(self.compiled):
+                with kept_state(self.compiled):
                     self._manager.resume()
 
     def recapture(self, between: Callable[[], None]) -> None:
@@ -242,8 +249,8 @@ class WrappedGraphs:
         """The manager, with buffers for at least `sizes`. A larger size than ever before starts anew: addresses must not change."""
         if self._manager is None or any(size > self._capacity[name] for name, size in sizes.items()):
             self.release()
-            with _kept_state(self.compiled):
-                _refuse_written_inputs(self.compiled, inputs)
+            with kept_state(self.compiled):
+                refuse_written_inputs(self.compiled, inputs)
             for name, size in sizes.items():
                 self._capacity[name] = max(size, self._capacity[name], self.ladders[name].top if name in self.padded else 0)
             device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), self.compiled.device)
@@ -261,13 +268,13 @@ class WrappedGraphs:
         """Raise `PaddingError` when padded rows reach real ones."""
 
         def run(values: list[Any]) -> list[Any]:
-            with _kept_state(self.compiled) as state:
-                flat = self._restore_sizes(self.compiled.run_steps(values, _call), values)
+            with kept_state(self.compiled) as state:
+                flat = self._restore_sizes(self.compiled.run_steps(values, call_step), values)
                 return [*flat, *(tensor.clone() for tensor in state)]  # padded rows must not reach a buffer either
 
-        specs = [_with_valid_range(spec, value) for spec, value in zip(self._specs, inputs, strict=True)]
+        specs = [with_valid_range(spec, value) for spec, value in zip(self._specs, inputs, strict=True)]
         names = [f"output {index}" for index in range(len(self.compiled.plan.outputs))]
-        names += [self.compiled.plan.inputs[number].dotted() for number in _written_weights(self.compiled)]
+        names += [self.compiled.plan.inputs[number].dotted() for number in written_weights(self.compiled)]
         padded = [name for name in self.padded if target[name] > sizes[name]]
         unproved = [name for name in padded if self.compiled.plan.rows[name] is not None]
         try:
@@ -299,63 +306,3 @@ class WrappedGraphs:
                     f"output {index} is a number computed from the padded size", hint="return sizes as they are, or run at exact sizes"
                 )
         return restored
-
-
-def _written_weights(compiled: CompiledFunction) -> list[int]:
-    return [number for number in compiled.plan.written if number in compiled.weights]
-
-
-@contextmanager
-def _kept_state(compiled: CompiledFunction) -> Iterator[list[torch.Tensor]]:
-    """Runs inside the block belong to nobody: buffers that the module updates in place are put back. Yields those buffers."""
-    written = [compiled.weights[number] for number in _written_weights(compiled)]
-    with torch.no_grad():
-        saved = [tensor.clone() for tensor in written]
-        try:
-            yield written
-        finally:
-            for tensor, values in zip(written, saved, strict=True):
-                tensor.copy_(values)
-
-
-def _call(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
-    return step.call(arguments)
-
-
-def _with_valid_range(spec: BufferSpec, example: torch.Tensor) -> BufferSpec:
-    """Integers are mostly indices: what the example holds is what padding may hold."""
-    if spec.dtype.is_floating_point or spec.dtype == torch.bool or not example.numel():
-        return spec
-    return replace(spec, valid=(int(example.min()), int(example.max()) + 1))
-
-
-def _buffer_spec(name: str, spec: TensorSpec) -> BufferSpec:
-    return BufferSpec(name=name, shape=spec.shape, dtype=getattr(torch, spec.dtype.removeprefix("torch.")))
-
-
-def _dimensions(specs: Sequence[BufferSpec]) -> tuple[str, ...]:
-    """Names of the dynamic dimensions in the order of the arguments; one name for a module without any."""
-    return tuple(dict.fromkeys(extent for spec in specs for extent in spec.shape if isinstance(extent, str))) or ("size",)
-
-
-def _fill(buffer: StaticBuffer, spec: BufferSpec, example: torch.Tensor) -> None:
-    """Valid values in every row of a buffer: the rows of an example, repeated."""
-    view = buffer.view(buffer.capacity)
-    for dim, extent in enumerate(spec.shape):
-        if isinstance(extent, str):
-            rows = torch.arange(view.shape[dim], device=view.device) % max(example.shape[dim], 1)
-            example = example.index_select(dim, rows)
-    view.copy_(example)
-
-
-def _refuse_written_inputs(compiled: CompiledFunction, inputs: Sequence[Any]) -> None:
-    """A graph would write into its static buffer and not into the caller's tensor."""
-    given = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
-    with torch.no_grad():
-        compiled.run_steps(given, _call)
-    for name, before, after in zip(compiled.input_names, inputs, given, strict=True):
-        if isinstance(before, torch.Tensor) and not torch.equal(before.nan_to_num(), after.nan_to_num()):
-            raise UnsupportedModuleError(
-                f"the module writes into its argument {name!r}; under graphs that would be lost",
-                hint="write into a registered buffer, return the value, or wrap the module without graphs",
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -13,6 +14,9 @@ from rung.counters import Counters
 from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatcher, GraphBackend, GraphManager, GraphMode, Shape, StaticBuffer
 from rung.graphs.dispatch import Dispatch as GraphDispatch
 from rung.graphs.dispatch import ResolvedMode
+from rung.graphs.ranges import nvtx_ranges
+from rung.graphs.traffic import LiveDispatcher, Traffic
+from rung.graphs.wanted import Prepare, nothing_to_prepare
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
 from rung.runner.forward import Dispatch, Forward
@@ -56,16 +60,52 @@ class GraphForward(Forward):
             BufferSpec(name="positions", shape=(DIM,), dtype=torch.int64, valid=(0, config.max_model_len)), capacity=capacity, device=device
         )
         self._plan = plan
+        self._prepare: Prepare = nothing_to_prepare
         self.descriptors = tuple(descriptors)
-        self.manager = GraphManager(plan, backend, inputs=(self._input_ids, self._positions), dim=DIM, counters=counters)
-        self.dispatcher = Dispatcher(self.descriptors, resolved=resolved, failed=self.manager.failed, max_waste=config.max_waste)
+        self.manager = GraphManager(
+            plan,
+            backend,
+            inputs=(self._input_ids, self._positions),
+            dim=DIM,
+            counters=counters,
+            ranges=nvtx_ranges(config.nvtx),
+        )
+        self.dispatcher = LiveDispatcher(
+            self.descriptors,
+            lambda failed: Dispatcher(self.descriptors, resolved=resolved, failed=failed, max_waste=config.max_waste),
+            self.manager,
+            None if config.capture_after is None else Traffic(config.capture_after),
+        )
 
     def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._input_ids.view(self._input_ids.capacity), self._positions.view(self._positions.capacity)
 
     def capture(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]], *, lazy: bool = False) -> CaptureReport:
-        """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step."""
-        return self.manager.capture(self.descriptors, lambda descriptor: dummy_context(_as_dispatch(descriptor)), lazy=lazy)
+        """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step. With capture by traffic
+        nothing is captured now."""
+        self._prepare = lambda descriptor: dummy_context(_as_dispatch(descriptor))
+        descriptors = self.descriptors if self.dispatcher.traffic is None else ()
+        return self.manager.capture(descriptors, self._prepare, lazy=lazy)
+
+    def capture_due(self, seconds: float | None = None) -> int:
+        """Capture what steps asked for often enough; returns how many. A failure is a warning, and its steps stay without."""
+        traffic = self.dispatcher.traffic
+        if traffic is None or self.manager.is_suspended:
+            return 0
+        return traffic.capture_due(self._capture_one, seconds)
+
+    def _capture_one(self, descriptor: Descriptor) -> None:
+        for error in self.manager.capture([descriptor], self._prepare, on_failure="skip").failures:
+            warnings.warn(error.message, RuntimeWarning, stacklevel=2)
+
+    def suspend(self) -> None:
+        self.manager.suspend()
+
+    def resume(self) -> None:
+        self.manager.resume()
+
+    def recapture(self) -> None:
+        self.manager.recapture()
 
     def dispatch(self, batch: Batch, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """The mode and padded sizes for this batch, in no better mode than `best`."""

@@ -144,7 +144,34 @@ class ModelRunner:
         output = AsyncOutput(batch.request_ids, sampled, num_sampled, self._copy_stream)
         self.ops.advance(self.slots, self.buffers.idx_mapping, self.buffers.query_start_loc, sampled, num_sampled)
         self._advance_mirrors(batch)
+        if self.config.capture_seconds:
+            self.forward.capture_due(self.config.capture_seconds)  # everything of the step is enqueued, nothing is parked
         return output
+
+    def capture_due(self, seconds: float | None = None) -> int:
+        """Capture graphs that steps asked for often enough (`RunnerConfig.capture_after`), about `seconds` long; returns how many. For
+        moments without work."""
+        self._check_between_steps("capture_due")
+        return self.forward.capture_due(seconds)
+
+    def suspend_graphs(self) -> None:
+        """Free the graphs and their memory; steps run without graphs until `resume_graphs`."""
+        self._check_between_steps("suspend_graphs")
+        self.forward.suspend()
+
+    def resume_graphs(self) -> None:
+        """Capture again what `suspend_graphs` freed."""
+        self._check_between_steps("resume_graphs")
+        self.forward.resume()
+
+    def recapture_graphs(self) -> None:
+        """Capture the same graphs again, after addresses that they read have changed."""
+        self._check_between_steps("recapture_graphs")
+        self.forward.recapture()
+
+    def _check_between_steps(self, call: str) -> None:
+        if self._parked is not None:
+            raise StateError(f"{call}() came before sample_tokens()", hint="sample the parked step first")
 
     @torch.no_grad()
     def dummy_run(self, query_lens: npt.NDArray[np.int32], *, decode: bool = False, dispatch: Dispatch | None = None) -> torch.Tensor:

@@ -97,10 +97,10 @@ class HandPlan:
         return self.restore(self.run_steps(inputs, lambda step, arguments: step.call(arguments)), inputs)
 
 
-def make(mode: ConfiguredMode, *, lazy: bool = False, top: int = 16, **sizes: int) -> tuple[Engine, ModelRunner, GraphForward]:
+def make(mode: ConfiguredMode, *, lazy: bool = False, top: int = 16, **sizes: Any) -> tuple[Engine, ModelRunner, GraphForward]:
     model = TinyModel()
     values = {"max_num_requests": 6, "max_num_tokens": 16, "max_model_len": 64, "num_blocks": 40, "block_size": 4, **sizes}
-    config = RunnerConfig(**values)  # type: ignore[arg-type]
+    config = RunnerConfig(**values)
     descriptors = plan_descriptors(Ladder.up_to(top), mode, max_num_requests=config.max_num_requests)
     forward = GraphForward(HandPlan(model), make_backend("cpu", "recorded"), descriptors, config, vocab_size=VOCAB, device="cpu")
     runner = ModelRunner(model, config, backend=DeviceAttention, forward=forward)

@@ -56,7 +56,7 @@ class GraphManager:
         self.counters = counters if counters is not None else Counters()
         self.failed: set[Descriptor] = set()  # descriptors whose capture failed; a Dispatcher may share this set
         self.generation = 0  # steps run so far; outputs of an older one are stale
-        self._generators = tuple(generators)
+        self.generators = tuple(generators)
         self._guard = AddressGuard(parameters) if parameters is not None else None
         self._pool: GraphPool | None = None
         self._programs: dict[Descriptor, ReplayProgram] = {}
@@ -115,13 +115,13 @@ class GraphManager:
 
     def _capture_one(self, descriptor: Descriptor, pool: GraphPool, bytes_before: int) -> CaptureEntry:
         started = time.perf_counter()
-        inputs = self._views(descriptor)
+        inputs = self.views(descriptor)
         with self._wanted.prepare(descriptor):
             warm_up(self.plan, descriptor, inputs)
         if self._guard is not None:
             self._guard.snapshot()
         with self._wanted.prepare(descriptor):
-            program = capture_program(self.plan, self.backend, pool, descriptor, inputs, self._generators)
+            program = capture_program(self.plan, self.backend, pool, descriptor, inputs, self.generators)
         if self._ranges is not None:
             self._ranges.mark(program, descriptor)
         self._programs[descriptor] = program
@@ -142,7 +142,7 @@ class GraphManager:
             if descriptor.mode is GraphMode.NONE:
                 self.count_step(dispatch)
                 runner = _eager if self._ranges is None else self._ranges.step
-                return Outputs(self.plan.run_steps(self._views(descriptor), runner), self.generation, None)
+                return Outputs(self.plan.run_steps(self.views(descriptor), runner), self.generation, None)
             program = self._programs.get(descriptor) or self._capture_now(descriptor)
             self.count_step(dispatch)
             self.generation += 1
@@ -249,7 +249,12 @@ class GraphManager:
                 buffer.view(buffer.capacity).copy_(values)
         return self._programs[descriptor]
 
-    def _views(self, descriptor: Descriptor) -> list[Any]:
+    def prepare(self, descriptor: Descriptor) -> AbstractContextManager[Any]:
+        """What `capture` was given for `descriptor`, entered."""
+        return self._wanted.prepare(descriptor)
+
+    def views(self, descriptor: Descriptor) -> list[Any]:
+        """The plan's inputs at the size of `descriptor`."""
         sizes = descriptor.sizes(self.dim)
         return [value.view(sizes) if isinstance(value, StaticBuffer) else value for value in self.inputs]
 

@@ -174,14 +174,14 @@ def view_at_the_end_of_the_buffer(patch: Patch) -> None:
 
 def stale_scalar(patch: Patch) -> None:
     """The size of the first capture is frozen into all others."""
-    views = GraphManager._views
+    views = GraphManager.views
     first: list[Any] = []
 
     def frozen(self: GraphManager, descriptor: Descriptor) -> list[Any]:
         first.append(descriptor)
         return views(self, first[0])
 
-    patch.setattr(GraphManager, "_views", frozen)
+    patch.setattr(GraphManager, "views", frozen)
 
 
 def wrong_pool(patch: Patch) -> None:

@@ -59,6 +59,12 @@ class SwitchedForward(Forward):
         forward = self._eager if dispatch.choice is None else self._graphs
         return forward.run(dispatch, input_ids, positions, context)
 
+    def advances(self, dispatch: Dispatch) -> bool:
+        return dispatch.choice is not None and self._graphs.advances(dispatch)
+
+    def advance(self, dispatch: Dispatch) -> torch.Tensor:
+        return self._graphs.advance(dispatch)
+
 
 def _describe(asked: str, choice: Choice) -> str:
     """The mode that runs, its padded size, and why it is not the one asked for."""

@@ -38,6 +38,7 @@ class DecoderVerify:
             num_blocks=largest * length // 16 + 1,
             graphs="full_and_piecewise",
             capture_sizes=tuple(self._sizes),
+            decode_in_graph=False,  # a step that samples and advances its requests cannot be repeated
         )
         self.runner, self.start = build_runner(decoder.module, config)
         assert isinstance(self.runner.forward, GraphForward)

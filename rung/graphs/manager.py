@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -32,7 +32,8 @@ class GraphManager:
 
     `inputs` are the plan's inputs in order: static buffers, or values that never change. The caller writes into the buffers and then calls
     `run`. `prepare(descriptor)` is entered around each warm-up and each capture: it sets the forward context with harmless metadata for
-    that size and must leave what it changes as it was. `parameters` lists what graphs read besides their inputs, for the address check.
+    that size and must leave what it changes as it was. `plan_of` names the plan of a
+    descriptor that runs another one over the same inputs. `parameters` lists what graphs read besides their inputs, for the address check.
 
     Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream and
     waits there for the step before it. `suspend` frees graphs and their memory and remembers what they were; `resume` captures it again."""
@@ -47,9 +48,11 @@ class GraphManager:
         counters: Counters | None = None,
         generators: Sequence[torch.Generator] = (),
         parameters: NamedTensors | None = None,
+        plan_of: Callable[[Descriptor], BoundPlan] | None = None,
         ranges: Ranges | None = None,
     ) -> None:
         self.plan = plan
+        self._plan_of = plan_of or (lambda descriptor: plan)
         self.backend = backend
         self.inputs = tuple(inputs)
         self.dim = dim
@@ -117,11 +120,11 @@ class GraphManager:
         started = time.perf_counter()
         inputs = self.views(descriptor)
         with self._wanted.prepare(descriptor):
-            warm_up(self.plan, descriptor, inputs)
+            warm_up(self._plan_of(descriptor), descriptor, inputs)
         if self._guard is not None:
             self._guard.snapshot()
         with self._wanted.prepare(descriptor):
-            program = capture_program(self.plan, self.backend, pool, descriptor, inputs, self.generators)
+            program = capture_program(self._plan_of(descriptor), self.backend, pool, descriptor, inputs, self.generators)
         if self._ranges is not None:
             self._ranges.mark(program, descriptor)
         self._programs[descriptor] = program

@@ -60,6 +60,10 @@ class BlockTable:
         self._dirty_rows = num_requests_padded
         return self.batch[:num_requests_padded]
 
+    def written(self, num_rows: int) -> None:
+        """Somebody else (a decode graph) writes the first rows of `batch`."""
+        self._dirty_rows = max(self._dirty_rows, num_rows)
+
     def map_slots(
         self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, positions: torch.Tensor, num_tokens_padded: int
     ) -> torch.Tensor:

@@ -26,6 +26,10 @@ class RunnerConfig:
     steps_in_flight: int = 2  # steps enqueued before the oldest one's tokens are read
     graphs: Mode = "none"
     capture_sizes: tuple[int, ...] | None = None  # None: the default ladder
+    # Full decode graphs build their inputs, sample and advance the requests themselves. None: on CUDA; a CPU has no launches to save, and
+    # would draw noise for greedy rows too.
+    decode_in_graph: bool | None = None
+    replay_steps: int = 1  # decode steps in a row without the host, when no request waits; tokens then come in groups
     lazy_capture: bool = False  # capture each size at its first step
     capture_after: int | None = None  # capture a graph once so many steps asked for it; until then they run in the next best that exists
     capture_seconds: float = 0.05  # host time for such captures behind each step; 0: only when `capture_due` is called
@@ -38,7 +42,7 @@ class RunnerConfig:
     def __post_init__(self) -> None:
         if self.graphs not in get_args(Mode):
             raise ConfigError(f"graphs must be one of {', '.join(get_args(Mode))}; got {self.graphs!r}", hint="use 'none' if unsure")
-        for name in ("max_num_requests", "max_num_tokens", "max_model_len", "block_size", "steps_in_flight"):
+        for name in ("max_num_requests", "max_num_tokens", "max_model_len", "block_size", "steps_in_flight", "replay_steps"):
             _at_least(name, getattr(self, name), 1)
         if self.max_model_len < 2:
             raise ConfigError(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.runner.batch import Batch
+
+if TYPE_CHECKING:
+    from rung.runner.decode import DecodeStep
 
 StepMode = Literal["none", "piecewise", "full"]
 
@@ -37,6 +40,18 @@ class Forward(ABC):
     def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The buffers for input ids (int32) and positions (int64) that the forward wants the runner to fill; None: any."""
         return None
+
+    def bind_decode(self, decode: DecodeStep) -> None:
+        """Called once by the runner: what a forward needs to put a whole decode step into a graph."""
+        return
+
+    def advances(self, dispatch: Dispatch) -> bool:
+        """Whether this dispatch runs by `advance` instead of `run`."""
+        return False
+
+    def advance(self, dispatch: Dispatch) -> torch.Tensor:
+        """One whole decode step from the slots, sampling included; logits [dispatch.num_tokens, vocab], which hold until the next step."""
+        raise NotImplementedError
 
     @abstractmethod
     def dispatch(self, batch: Batch) -> Dispatch:

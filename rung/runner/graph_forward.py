@@ -19,6 +19,7 @@ from rung.graphs.traffic import LiveDispatcher, Traffic
 from rung.graphs.wanted import Prepare, nothing_to_prepare
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
+from rung.runner.decode import DecodePlan, DecodeStep
 from rung.runner.forward import Dispatch, Forward
 
 DIM = "tokens"
@@ -62,12 +63,14 @@ class GraphForward(Forward):
         self._plan = plan
         self._prepare: Prepare = nothing_to_prepare
         self.descriptors = tuple(descriptors)
+        self._decode_plan: DecodePlan | None = None
         self.manager = GraphManager(
             plan,
             backend,
             inputs=(self._input_ids, self._positions),
             dim=DIM,
             counters=counters,
+            plan_of=self._plan_of,
             ranges=nvtx_ranges(config.nvtx),
         )
         self.dispatcher = LiveDispatcher(
@@ -107,6 +110,16 @@ class GraphForward(Forward):
     def recapture(self) -> None:
         self.manager.recapture()
 
+    def bind_decode(self, decode: DecodeStep) -> None:
+        self._decode_plan = DecodePlan(self._plan, decode)
+
+    def advances(self, dispatch: Dispatch) -> bool:
+        return self._decode_plan is not None and _is_decode(dispatch.descriptor)
+
+    def advance(self, dispatch: Dispatch) -> torch.Tensor:
+        logits: torch.Tensor = self.manager.run(dispatch.choice or dispatch.descriptor).borrow()[0]
+        return logits
+
     def dispatch(self, batch: Batch, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """The mode and padded sizes for this batch, in no better mode than `best`."""
         return self.as_dispatch(self.dispatcher.dispatch(batch_shape(batch), best=best))
@@ -116,11 +129,18 @@ class GraphForward(Forward):
         """The runner's view of a decision of the dispatcher."""
         return _as_dispatch(choice.descriptor, choice)
 
+    def _plan_of(self, descriptor: Descriptor) -> BoundPlan:
+        return self._decode_plan if self._decode_plan is not None and _is_decode(descriptor) else self._plan
+
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         with set_forward_context(context):
             outputs = self.manager.run(dispatch.choice or dispatch.descriptor)
         hidden: torch.Tensor = self._plan.restore(outputs.borrow(), (input_ids, positions))
         return hidden
+
+
+def _is_decode(descriptor: Descriptor) -> bool:
+    return descriptor.mode is GraphMode.FULL and descriptor.uniform_query_len == 1
 
 
 def _as_dispatch(descriptor: Descriptor, choice: object = None) -> Dispatch:

@@ -62,6 +62,7 @@ class InputBuilder:
         self._slots = slots
         self._transfer = transfer
         self._ops = ops
+        self._uploaded: tuple[tuple[str, ...], bytes, bytes] | None = None  # what the device holds, unless it changed that itself
 
     def upload(self, batch: Batch) -> None:
         """Enqueue the two host arrays of the step."""
@@ -72,6 +73,16 @@ class InputBuilder:
         query_start_loc[: batch.num_requests + 1] = batch.query_start_loc
         self._transfer.copy_into(idx_mapping, self.buffers.idx_mapping)
         self._transfer.copy_into(query_start_loc, self.buffers.query_start_loc)
+        self._uploaded = _identity(batch)
+
+    def keep(self, batch: Batch) -> None:
+        """Enqueue them unless the last batch was the same."""
+        if self._uploaded != _identity(batch):
+            self.upload(batch)
+
+    def forget(self) -> None:
+        """Requests came or went: the next batch is uploaded."""
+        self._uploaded = None
 
     def build(self, num_tokens_padded: int, has_prefill: bool) -> None:
         """Enqueue ids, positions and lengths of the uploaded batch."""
@@ -89,3 +100,7 @@ class InputBuilder:
         if has_prefill:
             ops.prefill_ids(*layout, slots.all_token_ids, buffers.input_ids, num_tokens_padded)
         ops.last_sampled_ids(*layout, slots.last_sampled_tokens, buffers.input_ids, num_tokens_padded)
+
+
+def _identity(batch: Batch) -> tuple[tuple[str, ...], bytes, bytes]:
+    return batch.request_ids, batch.idx_mapping.tobytes(), batch.query_start_loc.tobytes()

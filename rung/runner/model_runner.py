@@ -19,6 +19,7 @@ from rung.graphs.trace import StepTrace
 from rung.runner.batch import Batch, dummy_batch, dummy_query_lens, gather_batch
 from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
+from rung.runner.decode import DecodeStep
 from rung.runner.forward import Dispatch, EagerForward, Forward
 from rung.runner.inputs import InputBuffers, InputBuilder
 from rung.runner.kv_cache import allocate_kv_caches, block_bytes, num_kv_blocks
@@ -48,9 +49,11 @@ class ParkedStep:
 
     batch: Batch
     dispatch: Dispatch
-    logits: torch.Tensor  # [num_requests, vocab]
+    logits: torch.Tensor  # [num_requests, vocab]; of the last step when a graph made several
+    num_steps: int = 1
+    tokens: torch.Tensor | None = None  # int64 [num_steps, num_requests], when a graph has sampled and advanced the slots
     # Kept until sampling, so that their memory is not handed out while enqueued work may still read them.
-    context: ForwardContext = field(repr=False)
+    context: ForwardContext | None = field(default=None, repr=False)
 
 
 class ModelRunner:
@@ -97,6 +100,17 @@ class ModelRunner:
         self.buffers = InputBuffers.allocate(config.max_num_tokens, config.max_num_requests, self.device, self.forward.static_inputs())
         self.sampler = Sampler(config.max_num_requests, transfer, ops)
         self._inputs = InputBuilder(self.buffers, self.slots, transfer, ops)
+        self.decode = DecodeStep(
+            module.compute_logits,  # type: ignore[arg-type]
+            self.slots,
+            self.block_tables,
+            self.buffers,
+            self.sampler,
+            ops,
+            config.steps_in_flight * config.replay_steps,
+        )
+        if self.device.type == "cuda" if config.decode_in_graph is None else config.decode_in_graph:
+            self.forward.bind_decode(self.decode)
         self._checker = PlanChecker(config, self.slots, self.block_tables)
         self._parked: ParkedStep | None = None
         self._trace = trace
@@ -121,11 +135,7 @@ class ModelRunner:
         self._apply(plan)
         if not plan.num_scheduled_tokens:
             return EMPTY_OUTPUT
-        step = self.prepare(gather_batch(plan.num_scheduled_tokens, self.slots))
-        logits = self._forward_logits(step)
-        if self._trace is not None:
-            record_step(self._trace, step.batch, step.dispatch)
-        self._parked = ParkedStep(batch=step.batch, dispatch=step.dispatch, logits=logits, context=step.context)
+        self._parked = self._run(gather_batch(plan.num_scheduled_tokens, self.slots), plan.num_steps, in_graph=not plan.has_bitmask)
         return None
 
     @torch.no_grad()
@@ -134,18 +144,30 @@ class ModelRunner:
         when nothing is parked."""
         if self._parked is None:
             return None
-        batch, logits = self._parked.batch, self._parked.logits
-        self._parked = None
-        count = batch.num_requests
-        idx_mapping, seq_lens = self.buffers.idx_mapping[:count], self.buffers.seq_lens[:count]
-        sampled = self.sampler.sample(logits, idx_mapping, batch.idx_mapping, seq_lens, bitmask)
-        num_sampled = self.ops.num_sampled(idx_mapping, seq_lens, self.slots.prefill_len, count)
+        parked, self._parked = self._parked, None
+        if parked.tokens is not None:
+            if bitmask is not None:
+                self._parked = parked
+                raise StateError(
+                    "a grammar mask came for a step that its graph has sampled already", hint="set has_bitmask in the step's plan"
+                )
+            self._advance_mirrors(parked.batch, parked.num_steps)
+            return self._end_step(AsyncOutput(parked.batch.request_ids, parked.tokens, None, self._copy_stream))
+        steps = [self._sample(parked, bitmask)]
+        for _ in range(parked.num_steps - 1):
+            self._advance(parked.batch, *steps[-1])
+            parked = self._run(gather_batch(dict.fromkeys(parked.batch.request_ids, 1), self.slots), 1, in_graph=False)
+            steps.append(self._sample(parked, None))
         # The copy starts before the state is advanced, so that it does not wait for it.
-        output = AsyncOutput(batch.request_ids, sampled, num_sampled, self._copy_stream)
-        self.ops.advance(self.slots, self.buffers.idx_mapping, self.buffers.query_start_loc, sampled, num_sampled)
-        self._advance_mirrors(batch)
-        if self.config.capture_seconds:
-            self.forward.capture_due(self.config.capture_seconds)  # everything of the step is enqueued, nothing is parked
+        sampled, counts = (torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0) for rows in zip(*steps, strict=True))
+        output = AsyncOutput(parked.batch.request_ids, sampled, counts, self._copy_stream)
+        self._advance(parked.batch, *steps[-1])
+        return self._end_step(output)
+
+    def _end_step(self, output: AsyncOutput) -> AsyncOutput:
+        """Everything of the step is enqueued and nothing is parked: the place for captures."""
+        if self.config.capture_after is not None and self.config.capture_seconds:
+            self.forward.capture_due(self.config.capture_seconds)
         return output
 
     def capture_due(self, seconds: float | None = None) -> int:
@@ -191,7 +213,11 @@ class ModelRunner:
             lens = np.full(dispatch.num_requests, dispatch.num_tokens // dispatch.num_requests, np.int32)
         else:
             lens = dummy_query_lens(dispatch.num_tokens, self.config.max_num_requests, self.config.max_model_len)
-        persistent = [*self.buffers.tensors, *(t for table in self.block_tables for t in (table.batch, table.slot_mapping))]
+        persistent = [
+            self.decode.state.step,
+            *self.buffers.tensors,
+            *(t for table in self.block_tables for t in (table.batch, table.slot_mapping)),
+        ]
         with torch.no_grad():
             saved = [tensor.clone() for tensor in persistent]
             try:
@@ -200,6 +226,7 @@ class ModelRunner:
             finally:
                 for tensor, values in zip(persistent, saved, strict=True):
                     tensor.copy_(values)
+                self._inputs.forget()  # what was uploaded last is not what the buffers hold now
 
     @torch.no_grad()
     def prepare(self, batch: Batch, dispatch: Dispatch | None = None) -> PreparedStep:
@@ -225,20 +252,57 @@ class ModelRunner:
         )
         return PreparedStep(batch=batch, dispatch=dispatch, context=context)
 
+    def _run(self, batch: Batch, num_steps: int, *, in_graph: bool) -> ParkedStep:
+        """Enqueue forward and logits of a batch, and `num_steps` whole steps when a graph can sample it too."""
+        dispatch = self.forward.dispatch(batch)
+        if self._trace is not None:
+            for _ in range(num_steps):
+                record_step(self._trace, batch, dispatch)
+        if self.forward.advances(dispatch):
+            return self._replay(batch, dispatch, num_steps, in_graph and self.sampler.fits_graph(batch.idx_mapping))
+        step = self.prepare(batch, dispatch)
+        return ParkedStep(batch=batch, dispatch=dispatch, logits=self._forward_logits(step), num_steps=num_steps, context=step.context)
+
+    def _replay(self, batch: Batch, dispatch: Dispatch, num_steps: int, sampling: bool) -> ParkedStep:
+        """Steps whose inputs, and when `sampling` also tokens, the graph makes from the slots."""
+        self._inputs.keep(batch)
+        self.decode.begin(dispatch.num_tokens, sampling=sampling)
+        for _ in range(num_steps if sampling else 1):
+            logits = self.forward.advance(dispatch)
+            self.decode.count()
+        tokens = self.decode.tokens(num_steps, batch.num_requests) if sampling else None
+        return ParkedStep(batch=batch, dispatch=dispatch, logits=logits[: batch.num_requests], num_steps=num_steps, tokens=tokens)
+
     def _forward_logits(self, step: PreparedStep) -> torch.Tensor:
+        if self.forward.advances(step.dispatch):
+            return self._replay(step.batch, step.dispatch, 1, sampling=False).logits
         rows = step.dispatch.num_tokens
         hidden = self.forward.run(step.dispatch, self.buffers.input_ids[:rows], self.buffers.positions[:rows], step.context)
         last_rows = self.ops.logits_indices(self.buffers.query_start_loc, step.batch.num_requests)
         logits: torch.Tensor = self.module.compute_logits(hidden[last_rows])  # type: ignore[operator]
         return logits
 
+    def _sample(self, parked: ParkedStep, bitmask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sampled tokens of a batch, int64 [num_requests], and how many of each row count, int32 [num_requests]."""
+        batch = parked.batch
+        count = batch.num_requests
+        idx_mapping, seq_lens = self.buffers.idx_mapping[:count], self.buffers.seq_lens[:count]
+        sampled = self.sampler.sample(parked.logits, idx_mapping, batch.idx_mapping, seq_lens, bitmask)
+        return sampled, self.ops.num_sampled(idx_mapping, seq_lens, self.slots.prefill_len, count)
+
+    def _advance(self, batch: Batch, sampled: torch.Tensor, num_sampled: torch.Tensor) -> None:
+        self.ops.advance(self.slots, self.buffers.idx_mapping, self.buffers.query_start_loc, sampled, num_sampled)
+        self._advance_mirrors(batch, 1)
+
     def _apply(self, plan: StepPlan) -> None:
+        if plan.new_requests or plan.finished_request_ids or plan.preempted_request_ids or any(c.resumed for c in plan.cached_requests):
+            self._inputs.forget()
         # Sorted, so that every process that follows the same plans frees the same slots in the same order.
         for request_id in sorted(plan.finished_request_ids | plan.preempted_request_ids):
             self.slots.remove(request_id)
         for new in plan.new_requests:
             slot = self.slots.add(new.request_id, new.token_ids, new.prompt_len, new.num_computed_tokens)
-            self.sampler.add(slot, new.sampling)
+            self.sampler.add(slot, new.sampling, new.stop_token_ids)
             for table, blocks in zip(self.block_tables, new.block_ids, strict=True):
                 table.write(slot, blocks, replace=True)
         for cached in plan.cached_requests:
@@ -254,10 +318,10 @@ class ModelRunner:
         for table in self.block_tables:
             table.apply_staged_writes()
 
-    def _advance_mirrors(self, batch: Batch) -> None:
+    def _advance_mirrors(self, batch: Batch, num_steps: int) -> None:
         slots = self.slots
-        slots.num_computed_tokens_np[batch.idx_mapping] = batch.seq_lens
-        slots.total_len_np[batch.idx_mapping] += batch.seq_lens >= slots.prefill_len_np[batch.idx_mapping]
+        slots.num_computed_tokens_np[batch.idx_mapping] = batch.seq_lens + (num_steps - 1)
+        slots.total_len_np[batch.idx_mapping] += (batch.seq_lens >= slots.prefill_len_np[batch.idx_mapping]) * np.int32(num_steps)
 
     def _check_bound(self) -> None:
         name, layer = next(iter(self.layers.items()))

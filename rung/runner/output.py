@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
-    """The tokens of a step; a request whose prompt is only partly computed has none."""
+    """The tokens of a step, or of several; a request whose prompt is only partly computed has none."""
 
     request_ids: tuple[str, ...] = ()
     sampled_token_ids: tuple[tuple[int, ...], ...] = field(default=())
@@ -27,12 +27,12 @@ class AsyncOutput:
     def __init__(
         self,
         request_ids: tuple[str, ...],
-        sampled: torch.Tensor,  # int64 [num_requests]
-        num_sampled: torch.Tensor,  # int32 [num_requests]
+        sampled: torch.Tensor,  # int64 [num_steps, num_requests]
+        num_sampled: torch.Tensor | None,  # int32 [num_steps, num_requests], 0 or 1; None: -1 in `sampled` stands for no token
         copy_stream: torch.cuda.Stream | None,
     ) -> None:
         self._request_ids = request_ids
-        self._device_tensors: tuple[torch.Tensor, ...] = (sampled, num_sampled)
+        self._device_tensors: tuple[torch.Tensor | None, ...] = (sampled, num_sampled)
         self._event: torch.cuda.Event | None = None
         if copy_stream is None:
             self._sampled, self._num_sampled = sampled, num_sampled
@@ -40,7 +40,7 @@ class AsyncOutput:
         copy_stream.wait_stream(torch.cuda.current_stream(sampled.device))
         with torch.cuda.stream(copy_stream):
             self._sampled = _to_pinned(sampled)
-            self._num_sampled = _to_pinned(num_sampled)
+            self._num_sampled = None if num_sampled is None else _to_pinned(num_sampled)
             self._event = torch.cuda.Event(blocking=True)
             self._event.record(copy_stream)
 
@@ -49,8 +49,13 @@ class AsyncOutput:
         if self._event is not None:
             self._event.synchronize()
         self._device_tensors = ()
-        rows = zip(self._sampled.tolist(), self._num_sampled.tolist(), strict=True)
-        return ModelRunnerOutput(request_ids=self._request_ids, sampled_token_ids=tuple((token,)[:count] for token, count in rows))
+        sampled = self._sampled if self._num_sampled is None else self._sampled.masked_fill(self._num_sampled == 0, -1)
+        steps = sampled.tolist()
+        if len(steps) == 1:
+            tokens = tuple((token,) if token >= 0 else () for token in steps[0])
+        else:
+            tokens = tuple(tuple(token for token in row if token >= 0) for row in zip(*steps, strict=True))
+        return ModelRunnerOutput(request_ids=self._request_ids, sampled_token_ids=tokens)
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:

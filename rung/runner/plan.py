@@ -20,6 +20,7 @@ class NewRequest:
     block_ids: BlockIds
     sampling: SamplingParams
     num_computed_tokens: int = 0  # tokens whose keys and values are in the cache already
+    stop_token_ids: frozenset[int] = frozenset()  # lets the device see the end of a request before the host does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,10 @@ class StepPlan:
     num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)  # request id -> tokens of this step
     finished_request_ids: frozenset[str] = frozenset()
     preempted_request_ids: frozenset[str] = frozenset()
+    # Decode so many steps in a row; every request has one token to compute, and blocks for all of the steps.
+    num_steps: int = 1
+    # The caller hands a grammar mask to `sample_tokens`.
+    has_bitmask: bool = False
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -64,6 +64,10 @@ class PlanChecker:
     def _check_scheduled(
         self, plan: StepPlan, new: dict[str, NewRequest], cached: dict[str, CachedRequest], leaving: frozenset[str]
     ) -> None:
+        _require(
+            1 <= plan.num_steps <= self._config.replay_steps, f"num_steps is {plan.num_steps}, replay_steps {self._config.replay_steps}"
+        )
+        _require(plan.num_steps == 1 or not plan.has_bitmask, "a grammar mask holds for one step, the plan has several")
         total, budget = plan.total_num_scheduled_tokens, self._config.max_num_tokens
         _require(total <= budget, f"the plan has {total} tokens, max_num_tokens is {budget}")
         # `item` reads one number of an array faster than indexing and converting it.
@@ -85,6 +89,10 @@ class PlanChecker:
             end = computed + count
             if end > known:
                 raise RequestError(f"request {name!r} is scheduled up to token {end} and has {known}", hint=_HINT)
+            if plan.num_steps != 1:
+                _require(count == 1 and end == known, f"request {name!r} is not decoding in a plan of {plan.num_steps} steps")
+                end += plan.num_steps - 1
+                _require(end < self._config.max_model_len, f"request {name!r} has {known} tokens, {plan.num_steps} more are too many")
             for table, num_blocks in zip(self._tables, blocks, strict=True):
                 if num_blocks * table.block_size < end:
                     raise BlockTableError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rung.errors import RequestError
 from rung.runner.config import RunnerConfig
@@ -64,6 +64,7 @@ class Scheduler:
         self._schedule_running(draft)
         if not draft.preempted:
             self._schedule_waiting(draft)
+        num_steps = self._more_steps(draft)
         finished, self._left = frozenset(self._left), set()
         plan = StepPlan(
             new_requests=tuple(draft.new),
@@ -71,9 +72,10 @@ class Scheduler:
             num_scheduled_tokens=draft.scheduled,
             finished_request_ids=finished,
             preempted_request_ids=frozenset(draft.preempted),
+            num_steps=num_steps,
         )
         if draft.scheduled:
-            self._in_flight.append(self._advance(draft.scheduled))
+            self._in_flight.append(self._advance(draft.scheduled, num_steps))
         return plan
 
     def update(self, output: ModelRunnerOutput) -> list[tuple[Request, list[int]]]:
@@ -84,11 +86,15 @@ class Scheduler:
             request = sampling.get(request_id)
             if request is None or request.is_finished or not tokens:
                 continue
+            taken = []
             for token in tokens:
                 request.append(token)
+                taken.append(token)
+                if request.finish_reason is not None:
+                    break  # later steps of the same replay ran past the end
             if request.finish_reason is not None:
                 self._release(request)
-            updates.append((request, list(tokens)))
+            updates.append((request, taken))
         return updates
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
@@ -137,6 +143,7 @@ class Scheduler:
                     prompt_len=len(request.prompt_token_ids),
                     block_ids=(tuple(blocks),),
                     sampling=request.sampling,
+                    stop_token_ids=request.stop_token_ids,
                 )
             )
             self._take(request, count, draft)
@@ -155,14 +162,43 @@ class Scheduler:
         draft.scheduled[request.request_id] = count
         draft.budget -= count
 
-    def _advance(self, scheduled: dict[str, int]) -> list[Request]:
+    def _more_steps(self, draft: _Draft) -> int:
+        """How often the plan may be repeated on the device: nobody waits, every request decodes, none ends by its length on the way."""
+        limit = self.config.replay_steps
+        if limit == 1 or self.waiting or draft.new or draft.preempted or not draft.scheduled:
+            return 1
+        requests = [self.requests[request_id] for request_id in draft.scheduled]
+        if any(request.num_computed_tokens + 1 != request.num_tokens for request in requests):
+            return 1
+        # The blocks of the whole run are taken now; what the next plan would need anyway is not asked twice.
+        num_steps = min(limit, *(request.max_total_tokens - request.num_tokens for request in requests))
+        size = self.config.block_size
+        while num_steps > 1:
+            needed = [max(0, -(-(r.num_computed_tokens + num_steps) // size) - len(r.block_ids)) for r in requests]
+            if sum(needed) <= self.pool.num_free:
+                break
+            num_steps //= 2
+        else:
+            return 1
+        for index, (request, count) in enumerate(zip(requests, needed, strict=True)):
+            if count:
+                blocks = self.pool.allocate(count)
+                assert blocks is not None
+                request.block_ids.extend(blocks)
+                cached = draft.cached[index]
+                held = cached.new_block_ids[0] if cached.new_block_ids else ()
+                draft.cached[index] = replace(cached, new_block_ids=((*held, *blocks),))
+        return num_steps
+
+    def _advance(self, scheduled: dict[str, int], num_steps: int) -> list[Request]:
         """Count the plan's tokens as computed; returns the requests that sample a token in this step."""
         sampling = []
         for request_id, count in scheduled.items():
             request = self.requests[request_id]
             request.num_computed_tokens += count
             if request.num_computed_tokens == request.num_tokens:
-                request.num_in_flight += 1
+                request.num_computed_tokens += num_steps - 1
+                request.num_in_flight += num_steps
                 sampling.append(request)
         return sampling
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rung.runner.ops import TritonStepOps, default_ops
+from rung.runner.ops import TorchStepOps, TritonStepOps, default_ops
+from tests.runner.decode_worlds import DecodeWorld, draw
 from tests.runner.step_worlds import LARGE, SMALL, TINY, RandomBatch, Sizes, World, differences, torch_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -38,6 +39,17 @@ def test_a_captured_step_serves_other_batches(sizes: Sizes) -> None:
         graph.replay()
         oracle.load(batch)
         oracle.step(sizes.rows, sizes.slots)
+        assert world.differences(oracle) == [], f"batch {number}"
+
+
+def test_decode_operations_equal_the_torch_twin() -> None:
+    rng = np.random.default_rng(4)
+    world, oracle = DecodeWorld(TritonStepOps(), "cuda"), DecodeWorld(TorchStepOps())
+    for number in range(200):
+        contents, rows = draw(rng)
+        for one in (world, oracle):
+            one.load(contents)
+            one.step(rows)
         assert world.differences(oracle) == [], f"batch {number}"
 
 

@@ -7,8 +7,13 @@ from rung.runner.executor import InProcessExecutor
 
 
 def test_rows_are_trimmed_to_what_was_sampled() -> None:
-    output = AsyncOutput(("a", "b", "c"), torch.tensor([5, 6, 7]), torch.tensor([1, 0, 1], dtype=torch.int32), None)
+    output = AsyncOutput(("a", "b", "c"), torch.tensor([[5, 6, 7]]), torch.tensor([[1, 0, 1]], dtype=torch.int32), None)
     assert output.get_output().sampled_token_ids == ((5,), (), (7,))
+
+
+def test_steps_of_one_replay_are_joined_by_request() -> None:
+    output = AsyncOutput(("a", "b"), torch.tensor([[5, -1], [6, 8]]), None, None)
+    assert output.get_output().sampled_token_ids == ((5, 6), (8,))
 
 
 class Worker:
@@ -19,7 +24,7 @@ class Worker:
         raise ValueError("broken")
 
     def sample(self) -> AsyncOutput:
-        return AsyncOutput(("a",), torch.tensor([5]), torch.tensor([1]), None)
+        return AsyncOutput(("a",), torch.tensor([[5]]), torch.tensor([[1]]), None)
 
 
 def test_a_call_returns_a_resolved_future() -> None:

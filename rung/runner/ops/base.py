@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 if TYPE_CHECKING:
+    from rung.runner.ops.decode_base import DecodeOps
     from rung.runner.slots import RequestSlots
 
 
@@ -22,6 +23,11 @@ class StepOps(ABC):
     """
 
     name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def decode(self) -> DecodeOps:
+        """The operations of decode graphs, of the same kind."""
 
     @abstractmethod
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from rung.attention import PAD_SLOT
 from rung.runner.ops.base import StepOps
+from rung.runner.ops.torch_decode import TorchDecodeOps
 
 if TYPE_CHECKING:
     from rung.runner.slots import RequestSlots
@@ -17,6 +18,7 @@ class TorchStepOps(StepOps):
     """Vectorised over rows; each row finds its request by a search in `query_start_loc`."""
 
     name: ClassVar[str] = "torch"
+    decode = TorchDecodeOps()
 
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
         target.view(-1).index_copy_(0, index, values)

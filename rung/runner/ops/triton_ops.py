@@ -10,6 +10,7 @@ import torch
 
 from rung.attention import PAD_SLOT
 from rung.runner.ops.base import StepOps
+from rung.runner.ops.triton_decode import TritonDecodeOps
 
 if TYPE_CHECKING:
     from rung.runner.slots import RequestSlots
@@ -35,6 +36,7 @@ class TritonStepOps(StepOps):
     A kernel compiles at its first call, so whoever captures an operation calls it once before."""
 
     name: ClassVar[str] = "triton"
+    decode = TritonDecodeOps()
 
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
         assert target.is_contiguous()

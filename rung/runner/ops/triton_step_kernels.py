@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 
 
-def _unspecialised(function):
+def unspecialised(function):
     """A kernel that is specialised on no argument, neither on its value nor on the alignment of its address: too small to gain from it."""
     parameters = inspect.signature(function).parameters.values()
     return triton.jit(do_not_specialize=[p.name for p in parameters if "constexpr" not in str(p.annotation)])(function)
 
 
-@_unspecialised
+@unspecialised
 def _request_of(rows, query_start_loc, num_slots, SEARCH_STEPS: tl.constexpr):
     """The batch row of each row's request, at most num_slots - 1: how many requests end at or before the row."""
     low = tl.zeros_like(rows)
@@ -34,7 +34,7 @@ def _request_of(rows, query_start_loc, num_slots, SEARCH_STEPS: tl.constexpr):
     return tl.minimum(low, num_slots - 1)
 
 
-@_unspecialised
+@unspecialised
 def _slot_of(rows, inside, idx_mapping, query_start_loc, num_slots, SEARCH_STEPS: tl.constexpr):
     """The slot of each row, int64; -1 for rows without one. Rows that are not `inside` have none."""
     real = inside & (rows < tl.load(query_start_loc + num_slots))
@@ -42,7 +42,7 @@ def _slot_of(rows, inside, idx_mapping, query_start_loc, num_slots, SEARCH_STEPS
     return tl.load(idx_mapping + request, mask=real, other=-1)
 
 
-@_unspecialised
+@unspecialised
 def scatter_kernel(target, index, values, count, BLOCK: tl.constexpr):
     """target[index] = values. Grid: blocks of `count`."""
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -50,7 +50,7 @@ def scatter_kernel(target, index, values, count, BLOCK: tl.constexpr):
     tl.store(target + tl.load(index + item, mask=mask, other=0), tl.load(values + item, mask=mask), mask=mask)
 
 
-@_unspecialised
+@unspecialised
 def positions_and_lengths_kernel(
     idx_mapping, query_start_loc, num_computed_tokens, positions, is_padding, seq_lens, num_rows, num_slots,
     SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -75,7 +75,7 @@ def positions_and_lengths_kernel(
     tl.store(is_padding + item, real == 0, mask=in_rows)
 
 
-@_unspecialised
+@unspecialised
 def prefill_ids_kernel(
     idx_mapping, query_start_loc, positions, prefill_len, all_token_ids, input_ids, num_rows, num_slots, ids_stride,
     SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -88,7 +88,7 @@ def prefill_ids_kernel(
     tl.store(input_ids + row, tl.load(all_token_ids + slot * ids_stride + position, mask=known, other=0), mask=known)
 
 
-@_unspecialised
+@unspecialised
 def last_sampled_ids_kernel(
     idx_mapping, query_start_loc, positions, prefill_len, last_sampled_tokens, input_ids, num_rows, num_slots,
     SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -102,7 +102,7 @@ def last_sampled_ids_kernel(
     tl.store(input_ids + row, token, mask=(row < num_rows) & (decoded | (slot < 0)))
 
 
-@_unspecialised
+@unspecialised
 def logits_indices_kernel(query_start_loc, out, num_requests, BLOCK: tl.constexpr):
     """The last row of each request. Grid: blocks of requests."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -111,7 +111,7 @@ def logits_indices_kernel(query_start_loc, out, num_requests, BLOCK: tl.constexp
     tl.store(out + request, tl.maximum(last, 0).to(tl.int64), mask=mask)
 
 
-@_unspecialised
+@unspecialised
 def gather_block_table_kernel(
     idx_mapping, table, num_blocks, out, max_blocks, table_stride, num_blocks_stride, out_stride, BLOCK: tl.constexpr
 ):
@@ -124,7 +124,7 @@ def gather_block_table_kernel(
     tl.store(out + row * out_stride + column, block, mask=column < max_blocks)
 
 
-@_unspecialised
+@unspecialised
 def slot_mapping_kernel(
     idx_mapping, query_start_loc, positions, table, out, num_rows, num_slots, size, max_blocks, table_stride,
     BLOCK_SIZE: tl.constexpr, PAD: tl.constexpr, SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -138,7 +138,7 @@ def slot_mapping_kernel(
     tl.store(out + row, tl.where(slot >= 0, block * BLOCK_SIZE + position % BLOCK_SIZE, PAD), mask=row < size)
 
 
-@_unspecialised
+@unspecialised
 def num_sampled_kernel(idx_mapping, seq_lens, prefill_len, out, num_requests, BLOCK: tl.constexpr):
     """1 for requests whose known tokens are all computed. Grid: blocks of requests."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -148,7 +148,7 @@ def num_sampled_kernel(idx_mapping, seq_lens, prefill_len, out, num_requests, BL
     tl.store(out + request, ((slot >= 0) & complete).to(tl.int32), mask=mask)
 
 
-@_unspecialised
+@unspecialised
 def advance_kernel(
     idx_mapping, query_start_loc, sampled, num_sampled, num_computed_tokens, total_len, last_sampled_tokens, all_token_ids,
     num_requests, max_model_len, ids_stride, BLOCK: tl.constexpr,

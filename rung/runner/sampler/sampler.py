@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rung.runner.ops.base import StepOps
+from rung.runner.ops.decode_base import MAX_STOP_IDS, RowSampling
 from rung.runner.sampler.noise import gumbel_noise
 from rung.runner.sampler.params import SamplingParams
 from rung.runner.staging import StagedWrites
@@ -26,23 +29,32 @@ class Sampler:
         device = transfer.device
         self._floats = torch.zeros(2, max_num_requests, dtype=torch.float32, device=device)
         self._ints = torch.zeros(2, max_num_requests, dtype=torch.int64, device=device)
+        stop_ids = torch.full((max_num_requests, MAX_STOP_IDS), -1, dtype=torch.int64, device=device)
         self._staged = (StagedWrites(self._floats, transfer, ops), StagedWrites(self._ints, transfer, ops))
+        self._staged_stops = StagedWrites(stop_ids, transfer, ops)
+        self.rows = RowSampling(temperature=self._floats[_TEMPERATURE], seed=self._ints[_SEED], stop_ids=stop_ids)
         self._random_np = np.zeros(max_num_requests, np.bool_)
         self._truncated_np = np.zeros(max_num_requests, np.bool_)
 
-    def add(self, slot: int, params: SamplingParams) -> None:
-        """Store the parameters of the request that enters `slot`."""
+    def add(self, slot: int, params: SamplingParams, stop_token_ids: Collection[int] = ()) -> None:
+        """Store the parameters of the request that enters `slot`. The device looks at the first `MAX_STOP_IDS` stop tokens."""
         floats, ints = self._staged
         floats.stage(_TEMPERATURE, slot, [params.temperature])
         floats.stage(_TOP_P, slot, [params.top_p])
         ints.stage(_SEED, slot, [params.seed or 0])
         ints.stage(_TOP_K, slot, [params.top_k])
+        stops = sorted(stop_token_ids)[:MAX_STOP_IDS]
+        self._staged_stops.stage(slot, 0, stops + [-1] * (MAX_STOP_IDS - len(stops)))
         self._random_np[slot] = not params.is_greedy
         self._truncated_np[slot] = not params.is_greedy and (params.top_k > 0 or params.top_p < 1)
 
     def apply_staged_writes(self) -> None:
-        for staged in self._staged:
+        for staged in (*self._staged, self._staged_stops):
             staged.apply()
+
+    def fits_graph(self, slots_np: npt.NDArray[np.int64]) -> bool:
+        """Whether a decode graph can sample all these slots: greedy, or from all tokens at a temperature."""
+        return not self._truncated_np[slots_np].any()
 
     def sample(
         self,

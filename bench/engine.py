@@ -1,0 +1,89 @@
+"""The whole engine: start-up by phase, then milliseconds a decode step from the difference between a long and a short generation.
+
+    python -m bench.engine --target llama-8b --sizes 1,8,64,256 --out engine.json    # a GPU
+
+B prompts of random tokens run together, greedy, to `--short` and to `--long` tokens. A step is the difference over the number of steps,
+so prefill and start-up drop out; scheduling, sampling and the read of the tokens stay in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rung.cli.assembly import open_decoder
+from rung.cli.options import resolve_device, resolve_dtype
+from rung.runner import Engine, RunnerConfig, SamplingParams, build_engine
+
+
+def generate(engine: Engine, rng: random.Random, requests: int, context: int, tokens: int, vocab: int) -> float:
+    """Seconds for all requests, from the call to the last token."""
+    prompts = [[rng.randrange(vocab) for _ in range(context)] for _ in range(requests)]
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    start = time.perf_counter()
+    engine.generate(prompts, params)
+    return time.perf_counter() - start
+
+
+def measure(engine: Engine, vocab: int, requests: int, context: int, short: int, long: int, rounds: int) -> dict[str, Any]:
+    """Median and spread over `rounds` differences, in ms."""
+    rng = random.Random(requests)
+    generate(engine, rng, requests, context, short, vocab)
+    steps = []
+    for _ in range(rounds):
+        first = generate(engine, rng, requests, context, short, vocab)
+        steps.append((generate(engine, rng, requests, context, long, vocab) - first) / (long - short) * 1e3)
+    return {"requests": requests, "step_ms": statistics.median(steps), "min_ms": min(steps), "max_ms": max(steps)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--sizes", default="1,8,64,256")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--short", type=int, default=16)
+    parser.add_argument("--long", type=int, default=144)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--replay-steps", default="1", help="comma-separated; each is measured on an engine of its own")
+    parser.add_argument("--capture-all", action="store_true", help="the default ladder instead of the measured sizes")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    sizes = [int(size) for size in arguments.sizes.split(",")]
+    device = resolve_device("auto")
+    decoder = open_decoder(arguments.target, resolve_dtype("auto", device), device, shapes=True)
+    rows = []
+    for replay_steps in (int(k) for k in arguments.replay_steps.split(",")):
+        config = RunnerConfig(
+            max_num_requests=max(sizes),
+            max_num_tokens=max(2048, max(sizes)),
+            max_model_len=4096,
+            num_blocks=max(sizes) * -(-(arguments.context + arguments.long) // 16) + 4096 // 16 + 1,
+            graphs="full_and_piecewise",
+            capture_sizes=None if arguments.capture_all else tuple(sorted({*sizes, 512})),
+            replay_steps=replay_steps,
+        )
+        engine, _, start = build_engine(decoder.module, config)
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.seconds.items())
+        print(f"{arguments.target} replay_steps={replay_steps}: {phases}; attention {start.attention}", flush=True)
+        for requests in sizes:
+            row = measure(engine, decoder.config.vocab_size, requests, arguments.context, arguments.short, arguments.long, arguments.rounds)
+            rows.append({"target": arguments.target, "replay_steps": replay_steps, **row, "start_up_s": start.seconds})
+            spread = f"({row['min_ms']:.3f} to {row['max_ms']:.3f})"
+            print(f"{arguments.target} K={replay_steps} B={requests}: {row['step_ms']:.3f} ms a step {spread}", flush=True)
+        engine.executor.shutdown()
+        del engine
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

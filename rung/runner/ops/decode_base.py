@@ -1,0 +1,58 @@
+"""The device operations of a decode graph that advances itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from rung.runner.block_table import BlockTable
+    from rung.runner.inputs import InputBuffers
+    from rung.runner.slots import RequestSlots
+
+MAX_STOP_IDS = 8  # stop tokens of a request that the device looks at; the host looks at all
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """Sampling parameters by slot that a decode graph reads."""
+
+    temperature: torch.Tensor  # float32 [R], 0: greedy
+    seed: torch.Tensor  # int64 [R]
+    stop_ids: torch.Tensor  # int64 [R, MAX_STOP_IDS], -1 behind the last
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeState:
+    """What decode graphs read and write besides slots and inputs; the addresses never change."""
+
+    enabled: torch.Tensor  # int32 [1]; 0: the graph ends with the logits, somebody else samples and advances
+    step: torch.Tensor  # int64 [1], replays so far
+    history: torch.Tensor  # int64 [H, R], in row `step % H` the token of each batch row, -1 where none was sampled
+
+    @classmethod
+    def allocate(cls, num_steps: int, max_num_requests: int, device: torch.device) -> DecodeState:
+        return cls(
+            enabled=torch.ones(1, dtype=torch.int32, device=device),
+            step=torch.full((1,), -1, dtype=torch.int64, device=device),
+            history=torch.full((num_steps, max_num_requests), -1, dtype=torch.int64, device=device),
+        )
+
+
+class DecodeOps(ABC):
+    """Builds the inputs of a batch of decodes, row i being request i, and samples, from device memory alone. The rules of `StepOps` hold:
+    nothing waits, nothing is read on the host, outputs lie in persistent buffers, rows without a slot (-1) change nothing."""
+
+    @abstractmethod
+    def inputs(self, slots: RequestSlots, table: BlockTable, buffers: InputBuffers, num_rows: int) -> None:
+        """Ids, positions, lengths, block table and slot mapping of the first `num_rows` rows, as the operations of `StepOps` give them
+        for queries of one token. Called once for each block table."""
+
+    @abstractmethod
+    def sample(self, logits: torch.Tensor, slots: RequestSlots, buffers: InputBuffers, sampling: RowSampling, state: DecodeState) -> None:
+        """Count the step, and when enabled: sample each row of logits [rows, vocab], greedy or with Gumbel noise (`noise.gumbel_noise`),
+        write the tokens to the history, and advance the slots. A row that samples one of its stop tokens loses its slot in
+        `buffers.idx_mapping`, so that later replays leave it alone."""

@@ -1,0 +1,118 @@
+"""The Triton kernels of a decode graph: inputs in one, sampling in two. Importing this file needs Triton."""
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rung.runner.ops.triton_step_kernels import unspecialised
+
+# Of `sampler.noise`: the finaliser of SplitMix64.
+GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX_2 = tl.constexpr(0x94D049BB133111EB)
+
+
+@unspecialised
+def decode_inputs_kernel(
+    idx_mapping, query_start_loc, num_computed_tokens, prefill_len, all_token_ids, last_sampled_tokens, table, num_blocks,
+    input_ids, positions, seq_lens, batch_table, slot_mapping,
+    ids_stride, max_blocks, table_stride, num_blocks_stride, batch_stride,
+    BLOCK_SIZE: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of columns of a row's block table; the first also writes the row's inputs. Grid: (rows, blocks of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(idx_mapping + row)
+    valid = slot >= 0
+    used = tl.load(num_blocks + slot * num_blocks_stride, mask=valid, other=0)
+    blocks = tl.load(table + slot * table_stride + column, mask=column < tl.minimum(used, max_blocks), other=0)
+    tl.store(batch_table + row * batch_stride + column, blocks, mask=column < max_blocks)
+    if tl.program_id(1) == 0:
+        computed = tl.load(num_computed_tokens + slot, mask=valid, other=0)
+        scheduled = tl.load(query_start_loc + row + 1) > tl.load(query_start_loc + row)
+        tl.store(seq_lens + row, tl.where(scheduled, computed + 1, 0))
+        tl.store(positions + row, computed.to(tl.int64))
+        known = valid & (computed < tl.load(prefill_len + slot, mask=valid, other=0))
+        prompt = tl.load(all_token_ids + slot * ids_stride + computed, mask=known, other=0)
+        sampled = tl.load(last_sampled_tokens + slot, mask=valid & (known == 0), other=0).to(tl.int32)
+        tl.store(input_ids + row, tl.where(known, prompt, sampled))
+        at = tl.minimum(computed // BLOCK_SIZE, max_blocks - 1)
+        block = tl.load(table + slot * table_stride + at, mask=valid, other=0).to(tl.int64)
+        tl.store(slot_mapping + row, tl.where(valid, block * BLOCK_SIZE + computed % BLOCK_SIZE, PAD))
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * MIX_1
+    x = (x ^ (x >> 27)) * MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _gumbel(stream, tokens):
+    """Standard Gumbel noise of a row's stream at `tokens`."""
+    bits = _mix(stream + (tokens + 1).to(tl.uint64) * GAMMA)
+    uniform = (bits >> 1).to(tl.int64).to(tl.float32) * 1.0842021724855044e-19  # 2 ** -63
+    uniform = tl.minimum(tl.maximum(uniform, 5.421010862427522e-20), 0.99999994)  # 2 ** -64, 1 - 2 ** -24
+    # -log1p(-uniform), which keeps full precision for small uniforms (Goldberg, What every computer scientist should know, theorem 4).
+    rest = 1.0 - uniform
+    tail = tl.where(rest == 1.0, uniform, -tl.log(rest) * uniform / tl.where(rest == 1.0, 1.0, 1.0 - rest))
+    return -tl.log(tail)
+
+
+@unspecialised
+def sample_chunk_kernel(
+    logits, idx_mapping, seq_lens, temperatures, seeds, step, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
+):
+    """The best token of one chunk of a row's vocabulary. Grid: (rows, chunks)."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    if (row == 0) & (chunk == 0):
+        tl.store(step, tl.load(step) + 1)
+    slot = tl.load(idx_mapping + row)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = token < vocab
+    score = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperatures + slot, mask=slot >= 0, other=0.0)
+    if temperature > 0.0:
+        seed = tl.load(seeds + slot, mask=slot >= 0, other=0).to(tl.uint64)
+        position = tl.load(seq_lens + row).to(tl.uint64)
+        score = score / temperature + _gumbel(_mix(_mix(seed) + position * GAMMA), token)
+    score = tl.where(score != score, float("inf"), score)  # as torch does: a NaN wins
+    score = tl.where(inside, score, float("-inf"))
+    best = tl.argmax(score, axis=0, tie_break_left=True)
+    tl.store(best_value + row * num_chunks + chunk, tl.max(score, axis=0))
+    tl.store(best_token + row * num_chunks + chunk, chunk * CHUNK + best)
+
+
+@unspecialised
+def sample_row_kernel(
+    best_value, best_token, idx_mapping, seq_lens, prefill_len, stop_ids, enabled, step, history,
+    num_computed_tokens, total_len, last_sampled_tokens, all_token_ids,
+    num_chunks, history_rows, history_stride, max_model_len, ids_stride,
+    CHUNKS: tl.constexpr, STOPS: tl.constexpr,
+):  # fmt: skip
+    """The best token of a row over its chunks, written to the history and to the row's slot. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(enabled) == 0:
+        return
+    chunk = tl.arange(0, CHUNKS)
+    values = tl.load(best_value + row * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
+    best = tl.argmax(values, axis=0, tie_break_left=True)
+    token = tl.load(best_token + row * num_chunks + best).to(tl.int64)
+    slot = tl.load(idx_mapping + row)
+    valid = slot >= 0
+    wanted = valid & (tl.load(seq_lens + row) >= tl.load(prefill_len + slot, mask=valid, other=0))
+    place = (tl.load(step) % history_rows) * history_stride + row
+    tl.store(history + place, tl.where(wanted, token, -1))
+    computed = tl.load(num_computed_tokens + slot, mask=valid, other=0)
+    tl.store(num_computed_tokens + slot, computed + 1, mask=valid)
+    tl.store(last_sampled_tokens + slot, token, mask=wanted)
+    column = tl.load(total_len + slot, mask=wanted, other=0)
+    tl.store(all_token_ids + slot * ids_stride + column, token.to(tl.int32), mask=wanted & (column < max_model_len))
+    tl.store(total_len + slot, column + 1, mask=wanted)
+    stops = tl.load(stop_ids + slot * STOPS + tl.arange(0, STOPS), mask=wanted, other=-1)
+    tl.store(idx_mapping + row, slot * 0 - 1, mask=wanted & (tl.sum((stops == token).to(tl.int32), axis=0) > 0))

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rung.counters import Counters
+from rung.runner import SamplingParams
+from rung.runner.ops import StepOps, TorchStepOps
+from rung.runner.sampler import Sampler
+from rung.runner.transfer import HostToDevice
+from tests.runner.decode_worlds import SLOTS, VOCAB, DecodeWorld, draw
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_inputs_equal_those_of_a_step(step_ops: StepOps, seed: int) -> None:
+    contents, rows = draw(np.random.default_rng(seed))
+    world, step = DecodeWorld(step_ops), DecodeWorld(TorchStepOps())
+    for one in (world, step):
+        one.load(contents)
+    world.ops.decode.inputs(world.slots, world.table, world.buffers, rows)
+    ops, buffers, slots, table = step.ops, step.buffers, step.slots, step.table
+    layout = (buffers.idx_mapping, buffers.query_start_loc)
+    ops.positions_and_lengths(*layout, slots.num_computed_tokens, buffers.positions, buffers.is_padding, buffers.seq_lens, rows)
+    ops.prefill_ids(*layout, buffers.positions, slots.prefill_len, slots.all_token_ids, buffers.input_ids, rows)
+    ops.last_sampled_ids(*layout, buffers.positions, slots.prefill_len, slots.last_sampled_tokens, buffers.input_ids, rows)
+    table.gather(buffers.idx_mapping, rows)
+    table.map_slots(*layout, buffers.positions, rows)
+    for name in ("input_ids", "positions", "seq_lens", "batch_table", "slot_mapping"):
+        assert torch.equal(world.tensors[name][:rows], step.tensors[name][:rows]), name
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sampling_equals_the_sampler_and_the_advance_of_a_step(step_ops: StepOps, seed: int) -> None:
+    contents, rows = draw(np.random.default_rng(seed))
+    contents["enabled"] = torch.ones(1)
+    world, step = DecodeWorld(step_ops), DecodeWorld(TorchStepOps())
+    for one in (world, step):
+        one.load(contents)
+        one.ops.decode.inputs(one.slots, one.table, one.buffers, rows)
+    world.ops.decode.sample(world.logits[:rows], world.slots, world.buffers, world.sampling, world.state)
+    sampler = Sampler(SLOTS, HostToDevice(torch.device("cpu"), Counters()), step.ops)
+    for slot in range(SLOTS):
+        params = SamplingParams(temperature=float(contents["temperature"][slot]), seed=int(contents["seed"][slot]))
+        sampler.add(slot, params)
+    sampler.apply_staged_writes()
+    idx, seq_lens = step.buffers.idx_mapping[:rows], step.buffers.seq_lens[:rows]
+    sampled = sampler.sample(step.logits[:rows], idx, idx.numpy(), seq_lens)
+    num_sampled = step.ops.num_sampled(idx, seq_lens, step.slots.prefill_len, rows)
+    step.ops.advance(step.slots, step.buffers.idx_mapping, step.buffers.query_start_loc, sampled, num_sampled)
+    for name in ("num_computed_tokens", "total_len", "all_token_ids", "last_sampled_tokens"):
+        assert torch.equal(world.tensors[name], step.tensors[name]), name
+    expected = torch.where(num_sampled > 0, sampled, -1)
+    assert torch.equal(world.state.history[int(world.state.step) % world.state.history.shape[0], :rows], expected)
+    stopped = (contents["stop_ids"][idx] == expected.unsqueeze(1)).any(1) & (expected >= 0)
+    assert torch.equal(world.buffers.idx_mapping[:rows], torch.where(stopped, -1, idx))
+
+
+def test_a_disabled_step_counts_and_changes_nothing_else(step_ops: StepOps) -> None:
+    contents, rows = draw(np.random.default_rng(3))
+    contents["enabled"] = torch.zeros(1)
+    world, before = DecodeWorld(step_ops), DecodeWorld(step_ops)
+    for one in (world, before):
+        one.load(contents)
+    world.ops.decode.sample(world.logits[:rows], world.slots, world.buffers, world.sampling, world.state)
+    assert world.differences(before) == ["step"]
+    assert int(world.state.step) == int(before.state.step) + 1
+
+
+def test_random_batches_equal_the_torch_twin(triton_ops: StepOps) -> None:
+    rng = np.random.default_rng(0)
+    world, oracle = DecodeWorld(triton_ops), DecodeWorld(TorchStepOps())
+    for number in range(20):
+        contents, rows = draw(rng)
+        for one in (world, oracle):
+            one.load(contents)
+            one.step(rows)
+        assert world.differences(oracle) == [], f"batch {number}"
+
+
+def test_a_row_of_nan_gives_a_token_of_the_vocabulary(step_ops: StepOps) -> None:
+    contents, rows = draw(np.random.default_rng(5))
+    contents["logits"][0, 7:] = float("nan")
+    contents["temperature"].zero_()
+    world = DecodeWorld(step_ops)
+    world.load(contents)
+    world.load({"enabled": torch.ones(1), "idx_mapping": torch.arange(SLOTS), "prefill_len": torch.ones(SLOTS)})
+    world.step(rows)
+    assert 0 <= int(world.slots.last_sampled_tokens[0, 0]) < VOCAB

@@ -13,9 +13,10 @@ from tests.runner.test_graph_forward import make, prompts_of
 GREEDY = SamplingParams(max_tokens=9)
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("mode", [ConfiguredMode.PIECEWISE, ConfiguredMode.FULL_AND_PIECEWISE])
-def test_graphs_appear_behind_steps_that_asked_for_them(mode: ConfiguredMode) -> None:
-    engine, runner, forward = make(mode, capture_after=2)
+def test_graphs_appear_behind_steps_that_asked_for_them(mode: ConfiguredMode, in_graph: bool) -> None:
+    engine, runner, forward = make(mode, capture_after=2, decode_in_graph=in_graph)
     assert forward.manager.captured == ()
     completions = engine.generate(prompts_of(1), GREEDY)
     assert [list(c.token_ids) for c in completions] == [runner.module.greedy(p, 9) for p in prompts_of(1)]
@@ -34,8 +35,9 @@ def test_nothing_is_captured_behind_steps_without_a_budget() -> None:
     assert forward.manager.counters["step.piecewise.best"] > 0
 
 
-def test_suspended_in_the_middle_of_a_request() -> None:
-    engine, runner, forward = make(ConfiguredMode.FULL_AND_PIECEWISE)
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_suspended_in_the_middle_of_a_request(in_graph: bool) -> None:
+    engine, runner, forward = make(ConfiguredMode.FULL_AND_PIECEWISE, decode_in_graph=in_graph)
     captured = forward.manager.captured
     engine.add_request([1, 2, 3], GREEDY)
     updates = engine.step()

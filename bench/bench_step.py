@@ -11,8 +11,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from rung.attention.backends.torch_reference import TorchReference
 from rung.context import ForwardContext
+from rung.graphs import Dispatch, exact
 from rung.models import random_model
-from rung.runner import Dispatch, Engine, Forward, InProcessExecutor, ModelRunner, RunnerConfig, SamplingParams, Scheduler
+from rung.runner import Engine, Forward, InProcessExecutor, ModelRunner, RunnerConfig, SamplingParams, Scheduler
 from rung.runner.batch import Batch
 
 HIDDEN = 64  # of the shape "tiny"
@@ -25,7 +26,7 @@ class NoForward(Forward):
         self._hidden = torch.zeros(max_num_tokens, HIDDEN)
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        return Dispatch(mode="none", num_tokens=batch.num_tokens)
+        return Dispatch(exact(batch.shape))
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return self._hidden[: dispatch.num_tokens]

@@ -43,7 +43,7 @@ class Handle(RuntimeState):
                 "seconds": dict(variant.report.seconds),
                 "pieces": variant.report.pieces,
                 "unique_pieces": variant.report.unique_pieces,
-                "steps": [step.name for step in variant.compiled.steps],
+                "steps": [step.name for step in variant.compiled.plan.steps],
                 "bounds": dict(variant.compiled.plan.bounds),
                 "rows": {name: verdict and str(verdict) for name, verdict in variant.compiled.plan.rows.items()},
                 "passes": variant.report.passes,

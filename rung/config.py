@@ -60,6 +60,7 @@ class CompileConfig:
     capture_after: int = 1  # calls of a size until its graph is captured; those before run without
     step_trace: str | Path | None = None  # append a line for each call of a module with graphs to this file (docs/trace.md)
     nvtx: bool = False  # NVTX ranges around pieces, breaks and replays
+    max_waste: float | None = 2.0  # pad a dimension to at most so many times its size, else run without a graph; None: no cap
     outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
     max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
@@ -75,6 +76,8 @@ class CompileConfig:
             raise ConfigError("nvtx and step_trace have no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
         if self.max_variants < 1:
             raise ConfigError(f"max_variants must be at least 1, got {self.max_variants}", hint="leave it at the default of 8")
+        if self.max_waste is not None and self.max_waste < 1:
+            raise ConfigError(f"max_waste must be at least 1, got {self.max_waste}", hint="2.0 pads to at most twice the size")
         if self.pad and self.graphs == "none":
             raise ConfigError("pad has no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
         names = {name for dims in (self.dynamic or {}).values() for name in dims.values()}

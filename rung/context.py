@@ -22,7 +22,7 @@ class ForwardContext:
     attention_metadata: Mapping[str, Any] = field(default_factory=dict)  # layer name -> AttentionMetadata, one object a KV-cache group
     attention_layers: Mapping[str, Any] = field(default_factory=dict)  # layer name -> the Attention module with its bound KV cache
     mode: str = "none"  # a graphs.GraphMode value: how this step runs
-    descriptor: Any = None  # the graphs.Descriptor of this step, None when it runs without a graph
+    descriptor: Any = None  # the graphs.Descriptor of this step; without a graph it has the step's own sizes
     num_actual_tokens: int = 0  # rows that belong to requests; rows behind them are padding
 
 

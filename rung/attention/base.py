@@ -3,7 +3,7 @@
 The break contract of rung, in terms of attention:
 
 * a backend writes every row of `out` in every call: rows of requests with their result, padded rows with zero;
-* `write_kv` ignores rows whose slot is -1;
+* `write_kv` ignores rows whose slot is -1 and decides nothing on the host, so it is captured in every mode, with the piece before it;
 * when `metadata.host` is None nothing may be decided on the host: all lengths are read on the device, the call is capturable, and the
   shapes of the metadata tensors plus `max_query_len` / `max_seq_len` (upper bounds) are all that may steer the launch;
 * a backend keeps no reference to the metadata after the call.

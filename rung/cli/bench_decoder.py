@@ -14,10 +14,8 @@ from rung.cli.latency import Step, Timing, measure
 from rung.cli.phases import Phases
 from rung.context import ForwardContext
 from rung.errors import ConfigError
-from rung.graphs import GraphMode, Ladder
-from rung.graphs.dispatch import Dispatch as Choice
+from rung.graphs import Dispatch, GraphMode, Ladder
 from rung.runner import (
-    Dispatch,
     EagerForward,
     FinishReason,
     Forward,
@@ -52,21 +50,21 @@ class SwitchedForward(Forward):
             self.ran = "eager"
             return self._eager.dispatch(batch)
         dispatch = self._graphs.dispatch(batch, best=_BEST[self.mode])
-        self.ran = _describe(self.mode, dispatch.choice)
+        self.ran = _describe(self.mode, dispatch)
         return dispatch
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        forward = self._eager if dispatch.choice is None else self._graphs
+        forward = self._eager if self.mode == "eager" else self._graphs
         return forward.run(dispatch, input_ids, positions, context)
 
     def advances(self, dispatch: Dispatch) -> bool:
-        return dispatch.choice is not None and self._graphs.advances(dispatch)
+        return self.mode == "full" and self._graphs.advances(dispatch)
 
     def advance(self, dispatch: Dispatch) -> torch.Tensor:
         return self._graphs.advance(dispatch)
 
 
-def _describe(asked: str, choice: Choice) -> str:
+def _describe(asked: str, choice: Dispatch) -> str:
     """The mode that runs, its padded size, and why it is not the one asked for."""
     mode = choice.descriptor.mode
     if mode is GraphMode.NONE:

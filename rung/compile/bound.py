@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 StepCall = Callable[[list[Any]], Sequence[Any]]  # takes the inputs as one list, returns the outputs as a sequence
+
+
+class Capture(StrEnum):
+    """Where a step may run inside a graph. What it reads besides its tensors decides: that must lie at fixed addresses as well."""
+
+    ALWAYS = "always"  # in every mode, joined with its neighbours: nothing, or what lies at fixed addresses in every step of one size
+    FULL = "full"  # where the whole step is captured: lengths then lie on the device, under bounds that hold for all its batches
+    NEVER = "never"  # it decides on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +28,11 @@ class BoundStep:
     kind: Literal["piece", "break"]
     name: str  # unique in the plan, e.g. "piece_03", "attention_02"
     call: StepCall
+    capture: Capture = Capture.FULL  # of a break; a piece is captured always
+
+    def capturable(self, full: bool) -> bool:
+        """Whether the step belongs inside a graph, in a FULL descriptor or in a PIECEWISE one."""
+        return self.kind == "piece" or self.capture is Capture.ALWAYS or (full and self.capture is Capture.FULL)
 
 
 StepRunner = Callable[[BoundStep, list[Any]], Sequence[Any]]

@@ -7,17 +7,62 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from rung.attention.layer import attention, kv_cache_write
+from rung.compile.bound import Capture
 from rung.compile.plan import OpCall, Step
 from rung.compile.stitch import Source
 
 _DIRECT: dict[str, Callable[..., Any]] = {"rung::attention": attention, "rung::kv_cache_write": kv_cache_write}
 
 _SIZES = {"operator": operator, "torch": torch}  # size arithmetic, which is no registered op
+
+
+# What a graph may hold of our own ops: the write reads slots that lie at one address in every step of a size, attention reads lengths.
+_CAPTURE: dict[str, Capture] = {"rung::kv_cache_write": Capture.ALWAYS, "rung::attention": Capture.FULL}
+
+
+def break_capture(step: Step) -> Capture:
+    """What the ops of a break allow together. A user's op that is tagged `cudagraph_unsafe` is never captured."""
+    declared = [_op_capture(call.target) for call in step.calls]
+    return next((kind for kind in (Capture.NEVER, Capture.FULL) if kind in declared), Capture.ALWAYS)
+
+
+def parts(step: Step) -> tuple[Step, ...]:
+    """A break cut between ops of different `Capture`, in order; together the parts do what the break does."""
+    groups = [(kind, tuple(calls)) for kind, calls in groupby(step.calls, key=lambda call: _op_capture(call.target))]
+    if len(groups) < 2:
+        return (step,)
+    cut: list[Step] = []
+    wanted = set(step.outputs)
+    for index, (_, calls) in reversed(list(enumerate(groups))):
+        made = {number for call in calls for number in call.outputs if number >= 0}
+        read = dict.fromkeys(number for call in calls for value in (*call.args, *call.kwargs.values()) for number in _numbers(value))
+        inputs = tuple(number for number in read if number not in made)
+        cut.append(Step(f"{step.name}.{index}", inputs, tuple(sorted(made & wanted)), calls=calls))
+        wanted |= set(inputs)
+    return tuple(reversed(cut))
+
+
+def _numbers(value: Any) -> list[int]:
+    """The value numbers in an argument."""
+    if isinstance(value, list):
+        return [number for item in value for number in _numbers(item)]
+    return [value["value"]] if "value" in value else []
+
+
+def _op_capture(target: str) -> Capture:
+    qualified, _, _ = target.partition(".")
+    if qualified in _CAPTURE:
+        return _CAPTURE[qualified]
+    if qualified.partition("::")[0] in _SIZES:
+        return Capture.ALWAYS  # numbers that are the same in every step of one size
+    tags: Sequence[torch.Tag] = getattr(_implementation(target), "tags", ())
+    return Capture.NEVER if torch.Tag.cudagraph_unsafe in tags else Capture.FULL
 
 
 def break_call(step: Step) -> Callable[[list[Any]], Sequence[Any]]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from rung.compile.bound import BoundStep, StepCall, StepRunner
-from rung.compile.breaks import break_call
-from rung.compile.plan import CompilePlan
+from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner
+from rung.compile.breaks import break_call, break_capture, parts
+from rung.compile.plan import CompilePlan, Step
 from rung.compile.stitch import Source, last_uses, restorer, stitch
 
 
@@ -23,6 +23,9 @@ class CompiledFunction:
         self.piece_sources = tuple(piece_sources)  # what Inductor generated for each unique piece
         self._pieces = tuple(pieces)
         self._breaks = {step.name: break_call(step) for step in plan.steps if step.piece is None}
+        # Graphs see breaks in parts: what can be captured in every mode joins the pieces beside it.
+        self._walk = [part for step in plan.steps for part in ((step,) if step.piece is not None else parts(step))]
+        self._breaks |= {part.name: break_call(part) for part in self._walk if part.piece is None}
         self.rebind(owner)
 
     def rebind(self, owner: Mapping[str, Any]) -> None:
@@ -32,16 +35,18 @@ class CompiledFunction:
         arguments = [n for n, path in enumerate(self.plan.inputs) if path.dim is None and n not in self.weights]
         self.arguments = sorted(arguments, key=lambda n: order.get(self.plan.inputs[n], n))
         calls = [self._call_of(step) for step in self.plan.steps]
-        self.steps: tuple[BoundStep, ...] = tuple(
-            BoundStep("break" if step.piece is None else "piece", step.name, call)
-            for step, call in zip(self.plan.steps, calls, strict=True)
-        )
+        self.steps: tuple[BoundStep, ...] = tuple(self._bound(step) for step in self._walk)
         self.source: Source = stitch(self.plan, calls, self.weights, self.arguments)
         self.stitched = self.source.build("stitched")
         self._restore: Callable[..., Any] = restorer(self.plan, self.arguments, self.weights).build("restore")
-        self._last = last_uses(self.plan)
+        self._last = last_uses(self._walk, self.plan.outputs)
 
-    def _call_of(self, step: Any) -> StepCall:
+    def _bound(self, step: Step) -> BoundStep:
+        if step.piece is not None:
+            return BoundStep("piece", step.name, self._call_of(step), Capture.ALWAYS)
+        return BoundStep("break", step.name, self._call_of(step), break_capture(step))
+
+    def _call_of(self, step: Step) -> StepCall:
         return self._breaks[step.name] if step.piece is None else self._pieces[step.piece]
 
     @property
@@ -67,7 +72,7 @@ class CompiledFunction:
         for number, path in enumerate(self.plan.inputs):
             if path.dim is not None:
                 values[number] = values[by_path[(path.local, path.accesses)]].shape[path.dim]
-        for index, (step, bound) in enumerate(zip(self.plan.steps, self.steps, strict=True)):
+        for index, (step, bound) in enumerate(zip(self._walk, self.steps, strict=True)):
             results = runner(bound, [values[number] for number in step.inputs])
             values.update(zip(step.outputs, results, strict=True))
             for number in [n for n, at in self._last.items() if at == index and n >= len(self.plan.inputs)]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rung.compile.plan import CompilePlan
+from rung.compile.plan import CompilePlan, Step
 from rung.compile.template import render
 
 
@@ -39,15 +39,15 @@ class Source:
         return result
 
 
-def last_uses(plan: CompilePlan) -> dict[int, int]:
+def last_uses(steps: Sequence[Step], outputs: Sequence[Any]) -> dict[int, int]:
     """Value number -> index of the last step that reads it. Flat outputs are not listed: they live to the end."""
     last: dict[int, int] = {}
-    for index, step in enumerate(plan.steps):
+    for index, step in enumerate(steps):
         for number in step.inputs:
             last[number] = index
         for number in step.outputs:
             last.setdefault(number, index)
-    for output in plan.outputs:
+    for output in outputs:
         if "value" in output:
             last.pop(output["value"], None)
     return last
@@ -67,7 +67,7 @@ def stitch(
     names = {id(call): f"call_{index}" for index, call in reversed(list(enumerate(calls)))}
     for call in calls:
         source.bind(call, names[id(call)])
-    last = last_uses(plan)
+    last = last_uses(plan.steps, plan.outputs)
     for index, (step, call) in enumerate(zip(plan.steps, calls, strict=True)):
         targets = "".join(f"v{number}, " for number in step.outputs)
         arguments_text = ", ".join(f"v{number}" for number in step.inputs)

@@ -4,54 +4,75 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from rung.compile.bound import BoundPlan, BoundStep
+from rung.compile.bound import BoundPlan, BoundStep, Capture
 from rung.errors import CaptureError
-from rung.graphs.backends.base import GraphBackend, GraphPool
+from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.program import GraphLaunch, PreboundBreak, ReplayProgram
 
 
 class _Capture:
-    """One walk over the plan's steps. `step` is the one that runs, for error messages."""
+    """One walk over the plan's steps: graphs of as many steps as can be captured together, and the breaks between them.
 
-    def __init__(self, backend: GraphBackend, pool: GraphPool, generators: Sequence[torch.Generator], inputs: Sequence[Any]) -> None:
+    `step` is the one that runs, for error messages."""
+
+    def __init__(
+        self, backend: GraphBackend, pool: GraphPool, generators: Sequence[torch.Generator], inputs: Sequence[Any], *, full: bool
+    ) -> None:
         self._outside = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, torch.Tensor)}  # asking the pool costs
         self._backend = backend
         self._pool = pool
         self._generators = generators
+        self._full = full
+        self._open: AbstractContextManager[CapturedGraph] | None = None
         self.actions: list[GraphLaunch | PreboundBreak] = []
         self.step = ""
 
-    def piecewise(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
-        """A graph around each piece; a break runs now and is bound to what it was given."""
+    def take(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
+        """Add one step: to the graph that is open, to a new one, or as a break between two, bound to what it was given."""
         self.step = step.name
-        if step.kind == "piece":
-            with self._backend.capture(self._pool, self._generators) as graph:
-                outputs = self._backend.call_piece(step, arguments)
-            self.actions.append(GraphLaunch(step.name, graph))
-            self._backend.settle(graph)
-            return outputs
+        if step.kind == "break" and step.capture is Capture.ALWAYS and not any(isinstance(value, torch.Tensor) for value in arguments):
+            return step.call(arguments)  # numbers, the same in every step of one size
+        if step.capturable(self._full):
+            if self._open is None:
+                self._begin(step.name)
+            return self._backend.call_piece(step, arguments) if step.kind == "piece" else step.call(arguments)
+        self._end(settle=True)
+        self.step = step.name
         given = list(arguments)
         outputs = step.call(arguments)
         self.actions.append(PreboundBreak(step, self.aliases(given), self.aliases(outputs)))
         return outputs
 
-    def full(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
-        """Inside the one graph of the whole plan."""
-        self.step = step.name
-        return self._backend.call_piece(step, arguments) if step.kind == "piece" else step.call(arguments)
-
-    def run(self, plan: BoundPlan, inputs: Sequence[Any], mode: GraphMode) -> list[Any]:
-        if mode is GraphMode.PIECEWISE:
-            return self.aliases(plan.run_steps(inputs, self.piecewise))
-        with self._backend.capture(self._pool, self._generators) as graph:
-            flat = plan.run_steps(inputs, self.full)
-        self.actions.append(GraphLaunch("full", graph))
+    def run(self, plan: BoundPlan, inputs: Sequence[Any]) -> list[Any]:
+        try:
+            flat = plan.run_steps(inputs, self.take)
+            self._end(settle=not self._full)
+        except BaseException as error:
+            if self._open is not None:
+                self._open.__exit__(type(error), error, error.__traceback__)
+            raise
         return self.aliases(flat)
+
+    def _begin(self, name: str) -> None:
+        """Open the graph of the steps from here to the next one that must run on the host."""
+        opened = self._backend.capture(self._pool, self._generators)
+        self._graph, self._name = opened.__enter__(), name
+        self._open = opened  # only what was entered is left
+
+    def _end(self, *, settle: bool) -> None:
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        opened.__exit__(None, None, None)
+        self.actions.append(GraphLaunch(self._name, self._graph))
+        if settle:
+            self._backend.settle(self._graph)
 
     def aliases(self, values: Sequence[Any]) -> list[Any]:
         """What a program may keep of values: memory of the pool without owning it, everything else strongly."""
@@ -70,6 +91,11 @@ class _Capture:
             if isinstance(action, GraphLaunch):
                 action.graph.release()
         self.actions.clear()
+
+
+def has_host_breaks(plan: BoundPlan) -> bool:
+    """Whether a FULL capture of the plan is cut by breaks that decide on the host."""
+    return any(step.kind == "break" and step.capture is Capture.NEVER for step in plan.steps)
 
 
 def warm_up(plan: BoundPlan, descriptor: Descriptor, inputs: Sequence[Any]) -> None:
@@ -92,9 +118,9 @@ def capture_program(
     """Capture `plan` at the size of `descriptor`. `inputs` are views of static buffers, which the program keeps alive.
 
     Raises `CaptureError` with size, step and cause; what was captured for this descriptor until then is released."""
-    capture = _Capture(backend, pool, generators, inputs)
+    capture = _Capture(backend, pool, generators, inputs, full=descriptor.mode is GraphMode.FULL)
     try:
-        outputs = capture.run(plan, inputs, descriptor.mode)
+        outputs = capture.run(plan, inputs)
     except Exception as error:
         capture.release()
         raise _capture_error(descriptor, capture.step, error, "capture") from error

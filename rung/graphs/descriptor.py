@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from math import prod
+from typing import NamedTuple
 
+from rung.graphs.ladder import too_wasteful
 from rung.graphs.reasons import Reason
 
 
@@ -53,9 +56,9 @@ class ConfiguredMode(StrEnum):
         return GraphMode.PIECEWISE if self in (ConfiguredMode.PIECEWISE, ConfiguredMode.FULL_AND_PIECEWISE) else GraphMode.NONE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What a step is about to run. A module that serves no requests leaves everything but `num_tokens` (its named dimension) alone."""
+class Shape(NamedTuple):
+    """What a step is about to run. A module that serves no requests leaves everything but `num_tokens` (its first named dimension) and
+    `symbols` (the others) alone. A tuple, since one is made and looked up in every step; build it with keywords."""
 
     num_tokens: int
     num_requests: int | None = None
@@ -64,6 +67,11 @@ class Shape:
     adapters: int = 0  # distinct active adapters
     variant: str = ""
     symbols: tuple[tuple[str, int], ...] = ()  # further named dimensions, sorted by name
+
+    @property
+    def volume(self) -> int:
+        """Elements over all named dimensions: what padding is counted in."""
+        return self.num_tokens * prod(size for _, size in self.symbols)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +86,19 @@ class Descriptor:
     adapters: int = 0
     variant: str = ""
     symbols: tuple[tuple[str, int], ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)  # looked up in every step, so it is computed once
+
+    def __post_init__(self) -> None:
+        conditions = (self.num_requests, self.uniform_query_len, self.max_query_len, self.adapters, self.variant, self.symbols)
+        object.__setattr__(self, "_hash", hash((self.mode, self.num_tokens, conditions)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def volume(self) -> int:
+        """Elements over all named dimensions."""
+        return self.num_tokens * prod(size for _, size in self.symbols)
 
     def sizes(self, dim: str) -> Mapping[str, int]:
         """The size of every named dimension; `dim` is the name of the one that `num_tokens` counts."""
@@ -111,6 +132,13 @@ def misfit(descriptor: Descriptor, shape: Shape) -> Reason | None:
     if descriptor.symbols != shape.symbols and not _symbols_fit(dict(descriptor.symbols), dict(shape.symbols)):
         return Reason.OTHER_DIMENSION
     return None
+
+
+def wastes(descriptor: Descriptor, shape: Shape, max_waste: float | None) -> bool:
+    """Whether a dimension would be padded beyond the cap. Each is capped by itself, as each has a ladder of its own."""
+    if too_wasteful(shape.num_tokens, descriptor.num_tokens, max_waste):
+        return True
+    return any(too_wasteful(size, padded, max_waste) for (_, padded), (_, size) in zip(descriptor.symbols, shape.symbols, strict=True))
 
 
 def exact(shape: Shape) -> Descriptor:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
-from rung.attention.base import CaptureSupport
-from rung.graphs.descriptor import ConfiguredMode, Descriptor, GraphMode, Shape, exact, misfit
-from rung.graphs.ladder import DEFAULT_MAX_WASTE, Ladder, check_max_waste, too_wasteful
+from rung.graphs.descriptor import Descriptor, GraphMode, Shape, exact, misfit, wastes
+from rung.graphs.ladder import DEFAULT_MAX_WASTE, check_max_waste
+from rung.graphs.planned import ResolvedMode, capture_order, plan_descriptors, resolve_mode
 from rung.graphs.reasons import Reason
+
+__all__ = ["Dispatch", "Dispatcher", "ResolvedMode", "capture_order", "plan_descriptors", "resolve_mode"]
+
+REMEMBERED = 4096  # shapes whose decision is kept: the decodes of any runner, and the mixed batches of a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,94 +22,47 @@ class Dispatch:
     """The decision for one step. `reason` says why it is not better than `descriptor.mode`, or BEST."""
 
     descriptor: Descriptor
-    reason: Reason
-    padding: int = 0  # rows added behind the step's own
+    reason: Reason = Reason.BEST
+    padding: int = 0  # elements added behind the step's own, over all named dimensions
+    counter: str = field(init=False, repr=False, compare=False)  # the name under which the step is counted
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counter", f"step.{self.descriptor.mode}.{self.reason}")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedMode:
-    """What holds after the attention backend was asked, for uniform decode batches and for all others."""
+    @property
+    def mode(self) -> GraphMode:
+        return self.descriptor.mode
 
-    decode: GraphMode
-    mixed: GraphMode
-    decode_reason: Reason = Reason.BEST  # why `decode` is not what was asked
-    mixed_reason: Reason = Reason.BEST
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, padded."""
+        return self.descriptor.num_tokens
 
+    @property
+    def num_requests(self) -> int | None:
+        """Requests, padded, when the step is a FULL graph: it needs bounds that hold for every batch of the graph. Else None."""
+        return self.descriptor.num_requests if self.descriptor.mode is GraphMode.FULL else None
 
-def resolve_mode(mode: ConfiguredMode, support: CaptureSupport = CaptureSupport.ALWAYS, uniform_query_len: int = 1) -> ResolvedMode:
-    """Limit the configured mode by what the attention backend can capture; what is lost becomes PIECEWISE with a reason."""
-    needed = CaptureSupport.UNIFORM_SINGLE_TOKEN_DECODE if uniform_query_len == 1 else CaptureSupport.UNIFORM_BATCH
-    decode_lost = mode.decode is GraphMode.FULL and support < needed
-    mixed_lost = mode.mixed is GraphMode.FULL and support < CaptureSupport.ALWAYS
-    return ResolvedMode(
-        decode=GraphMode.PIECEWISE if decode_lost else mode.decode,
-        mixed=GraphMode.PIECEWISE if mixed_lost else mode.mixed,
-        decode_reason=Reason.BACKEND_LIMIT if decode_lost else Reason.BEST,
-        mixed_reason=Reason.BACKEND_LIMIT if mixed_lost else Reason.BEST,
-    )
-
-
-def plan_descriptors(
-    ladder: Ladder,
-    mode: ConfiguredMode,
-    *,
-    max_num_requests: int | None = None,
-    uniform_query_len: int = 1,
-    capture_support: CaptureSupport = CaptureSupport.ALWAYS,
-    adapters: int = 0,
-    variant: str = "",
-) -> tuple[Descriptor, ...]:
-    """All descriptors to capture, in capture order.
-
-    PIECEWISE for every size. FULL for uniform decode up to `max_num_requests` requests, whose number is a size of its own, so that the
-    largest decode batch has a graph. FULL without conditions for mixed batches when the backend reads lengths on the device and FULL was
-    asked for all, and for modules without requests (`max_num_requests` None)."""
-    resolved = resolve_mode(mode, capture_support, uniform_query_len)
-    planned: list[Descriptor] = []
-    if GraphMode.PIECEWISE in (resolved.decode, resolved.mixed):
-        planned += [Descriptor(mode=GraphMode.PIECEWISE, num_tokens=size, adapters=adapters, variant=variant) for size in ladder]
-    if max_num_requests is None:
-        if resolved.decode is GraphMode.FULL:
-            planned += [Descriptor(mode=GraphMode.FULL, num_tokens=size, adapters=adapters, variant=variant) for size in ladder]
-        return capture_order(planned)
-    if resolved.decode is GraphMode.FULL:
-        planned += [
-            Descriptor(
-                mode=GraphMode.FULL,
-                num_tokens=requests * uniform_query_len,
-                num_requests=requests,
-                uniform_query_len=uniform_query_len,
-                max_query_len=uniform_query_len,
-                adapters=adapters,
-                variant=variant,
-            )
-            for requests in _request_sizes(ladder, max_num_requests, uniform_query_len)
-        ]
-    if resolved.mixed is GraphMode.FULL:
-        planned += [
-            Descriptor(mode=GraphMode.FULL, num_tokens=size, num_requests=min(size, max_num_requests), adapters=adapters, variant=variant)
-            for size in ladder
-        ]
-    return capture_order(planned)
-
-
-def capture_order(descriptors: Iterable[Descriptor]) -> tuple[Descriptor, ...]:
-    """PIECEWISE before FULL, the largest first, so that smaller graphs reuse the memory of larger ones."""
-    return tuple(sorted(descriptors, key=lambda d: (d.mode.rank, -d.num_tokens, -(d.num_requests or 0), d.uniform_query_len is None)))
+    @property
+    def max_query_len(self) -> int | None:
+        """Under FULL, the bound that holds for every batch of the graph."""
+        descriptor = self.descriptor
+        return (descriptor.max_query_len or descriptor.num_tokens) if descriptor.mode is GraphMode.FULL else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Descriptors of one mode and one query length, by preference; `sizes` are their numbers of tokens."""
+    """Descriptors of one mode and one query length, by preference; `volumes` are theirs."""
 
     entries: tuple[Descriptor, ...]
-    sizes: tuple[int, ...]
+    volumes: tuple[int, ...]
 
 
 class Dispatcher:
-    """Chooses among captured descriptors. `failed` is read at each call, so a capture that fails later is respected.
+    """Chooses among captured descriptors, of any number of dimensions: the one with the least padding that fits.
 
-    A step is not padded to more than `max_waste` times its tokens, except to 8 tokens or fewer; None: as far as the next size lies.
+    `failed` is read at each call, so a capture that fails later is respected. A dimension is not padded to more than `max_waste` times its
+    size, except to 8 or fewer; None: as far as the next size lies. Decisions are remembered, a step like an earlier one costs a look-up.
     Raises `LadderError` for a `max_waste` below 1."""
 
     def __init__(
@@ -123,11 +81,19 @@ class Dispatcher:
         for mode, groups in self._groups.items():
             for query_len in {d.uniform_query_len for d in ordered if d.mode is mode}:
                 entries = tuple(d for d in ordered if d.mode is mode and d.uniform_query_len == query_len)
-                groups[query_len] = _Group(entries, tuple(d.num_tokens for d in entries))
+                groups[query_len] = _Group(entries, tuple(d.volume for d in entries))
+        self._remembered_failures = set(failed)
+        self._decided = lru_cache(REMEMBERED)(self._decide)
 
     def dispatch(self, shape: Shape, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """The best mode that fits, not better than `best`. A step without a graph keeps its exact sizes."""
-        if shape.num_tokens == 0:
+        if self._remembered_failures != self.failed:
+            self._remembered_failures = set(self.failed)
+            self._decided.cache_clear()
+        return self._decided(shape, best)
+
+    def _decide(self, shape: Shape, best: GraphMode) -> Dispatch:
+        if shape.volume == 0:
             return Dispatch(exact(shape), Reason.EMPTY)
         why: Reason | None = None  # why the first mode with descriptors for such batches does not serve
         for mode, groups in self._groups.items():
@@ -138,9 +104,7 @@ class Dispatcher:
                 continue
             found = self._find(groups, shape)
             if isinstance(found, Descriptor):
-                limit = Reason.BEST if mode is GraphMode.FULL else self._limit(shape)
-                reason = limit if limit is not Reason.BEST else why or Reason.BEST
-                return Dispatch(found, reason, found.num_tokens - shape.num_tokens)
+                return Dispatch(found, self._why_not_better(mode, shape, why), found.volume - shape.volume)
             # "No full graph is for such batches" says nothing once a graph that is for them does not serve either.
             why = found if why in (None, Reason.MIXED_BATCH, Reason.QUERY_LENGTH) else why
         return Dispatch(exact(shape), why or self._nothing_planned(best))
@@ -152,27 +116,25 @@ class Dispatcher:
             group = groups.get(query_len)
             if group is None:
                 continue
-            for descriptor in group.entries[bisect_left(group.sizes, shape.num_tokens) :]:
-                if misfit(descriptor, shape) is not None or descriptor in self.failed:
-                    continue
-                if too_wasteful(shape.num_tokens, descriptor.num_tokens, self.max_waste):
-                    break  # later ones are larger
-                return descriptor
-            reason = self._why_not(group, shape)
+            first = bisect_left(group.volumes, shape.volume)  # what fits is no smaller
+            fitting = [descriptor for descriptor in group.entries[first:] if misfit(descriptor, shape) is None]
+            for descriptor in fitting:
+                if descriptor not in self.failed and not wastes(descriptor, shape, self.max_waste):
+                    return descriptor
+            if not fitting:
+                reason = misfit(group.entries[-1], shape) or Reason.CAPTURE_FAILED
+            else:
+                reason = Reason.CAPTURE_FAILED if fitting[0] in self.failed else Reason.PADDING
         return reason
 
-    def _why_not(self, group: _Group, shape: Shape) -> Reason:
-        """Why no descriptor of the group serves: none fits, those that do failed, or the first that is left wastes too much."""
-        fitting = [d for d in group.entries[bisect_left(group.sizes, shape.num_tokens) :] if misfit(d, shape) is None]
-        if not fitting:
-            return misfit(group.entries[-1], shape) or Reason.CAPTURE_FAILED
-        return Reason.CAPTURE_FAILED if fitting[0] in self.failed else Reason.PADDING
-
-    def _limit(self, shape: Shape) -> Reason:
-        """Why FULL was not planned for such a batch although it was asked for."""
+    def _why_not_better(self, mode: GraphMode, shape: Shape, why: Reason | None) -> Reason:
+        """Why a step that found a graph of `mode` has no better one; `why` is what the better modes said."""
         if self._resolved is None:
-            return Reason.BEST
-        return self._resolved.mixed_reason if shape.uniform_query_len is None else self._resolved.decode_reason
+            return why or Reason.BEST
+        if mode is GraphMode.FULL:
+            return self._resolved.full_reason
+        limit = self._resolved.mixed_reason if shape.uniform_query_len is None else self._resolved.decode_reason
+        return limit if limit is not Reason.BEST else why or Reason.BEST
 
     def _nothing_planned(self, best: GraphMode) -> Reason:
         if best is GraphMode.NONE:
@@ -182,16 +144,10 @@ class Dispatcher:
 
 
 def _preference(descriptor: Descriptor) -> tuple[int, int, int, int]:
-    """Among equal modes: fewer tokens, then the more special one, fewer requests, fewer adapters."""
+    """Among equal modes: least to compute, then the more special one, fewer requests, fewer adapters."""
     return (
-        descriptor.num_tokens,
+        descriptor.volume,
         descriptor.uniform_query_len is None,
         descriptor.num_requests if descriptor.num_requests is not None else 1 << 60,
         descriptor.adapters,
     )
-
-
-def _request_sizes(ladder: Ladder, max_num_requests: int, query_len: int) -> list[int]:
-    """Numbers of requests with a FULL decode graph: each ladder size rounded up to whole requests, the maximum among them."""
-    wanted = {min(-(-size // query_len), max_num_requests) for size in ladder}
-    return sorted(requests for requests in wanted if requests * query_len <= ladder.top)

@@ -23,7 +23,6 @@ from rung.graphs.guard import AddressGuard, NamedTensors
 from rung.graphs.outputs import Outputs
 from rung.graphs.program import ReplayProgram
 from rung.graphs.ranges import Ranges
-from rung.graphs.reasons import Reason
 from rung.graphs.wanted import Prepare, Wanted, nothing_to_prepare
 
 
@@ -139,7 +138,7 @@ class GraphManager:
         """Run one step over what the buffers hold: replay the descriptor's graphs, or the plan itself at exact sizes for mode NONE.
 
         Raises `CaptureError` when the descriptor was neither captured nor planned lazily, `StateError` when the graphs are suspended."""
-        dispatch = step if isinstance(step, Dispatch) else Dispatch(step, Reason.BEST)
+        dispatch = step if isinstance(step, Dispatch) else Dispatch(step)
         descriptor = dispatch.descriptor
         with self._lock, self._order.step():
             if descriptor.mode is GraphMode.NONE:
@@ -161,7 +160,7 @@ class GraphManager:
 
     def count_step(self, dispatch: Dispatch) -> None:
         """Count a step under `step.<mode>.<reason>`; for callers that run a step without the manager."""
-        self.counters.add(f"step.{dispatch.descriptor.mode}.{dispatch.reason}")
+        self.counters.add(dispatch.counter)
 
     def can_replay(self, descriptor: Descriptor) -> bool:
         """Whether `run` would replay without capturing first."""

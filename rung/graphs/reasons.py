@@ -16,6 +16,7 @@ class Reason(StrEnum):
     TOO_MANY_REQUESTS = "too_many_requests"
     OTHER_DIMENSION = "other_dimension"
     BACKEND_LIMIT = "backend_limit"
+    HOST_BREAK = "host_break"
     ADAPTERS = "adapters"
     VARIANT = "variant"
     FORCED = "forced"
@@ -45,6 +46,7 @@ _SENTENCES: dict[Reason, str] = {
     Reason.TOO_MANY_REQUESTS: "the step has more requests than any full graph holds",
     Reason.OTHER_DIMENSION: "another named dimension is larger than any captured size",
     Reason.BACKEND_LIMIT: "the attention backend cannot run this batch inside a captured graph",
+    Reason.HOST_BREAK: "a break that decides on the host cuts the full graph into several",
     Reason.ADAPTERS: "no graph was captured for this number of adapters",
     Reason.VARIANT: "no graph was captured for this variant",
     Reason.FORCED: "the caller asked for a slower mode",
@@ -65,6 +67,7 @@ _ADVICE: dict[Reason, str] = {
     Reason.TOO_MANY_REQUESTS: "capture up to max_num_requests, or lower max_num_requests",
     Reason.OTHER_DIMENSION: "capture larger sizes of the other dimension",
     Reason.BACKEND_LIMIT: "choose an attention backend that can be captured (rung doctor lists them)",
+    Reason.HOST_BREAK: "keep the decision on the device and drop the op's tag cudagraph_unsafe",
     Reason.ADAPTERS: "capture this number of adapters",
     Reason.VARIANT: "capture this variant",
     Reason.FORCED: "nothing: the caller asked for it",

@@ -13,8 +13,8 @@ from rung.graphs.trace import StepTrace, TraceHeader
 class StepLog:
     """A `StepTrace` that several threads may add to. Building it raises `ConfigError` when the file cannot be written."""
 
-    def __init__(self, path: str | Path, *, graphs: str, ladder: tuple[int, ...], maximum: int | None) -> None:
-        header = TraceHeader(graphs=ConfiguredMode(graphs), ladder=ladder, max_num_tokens=maximum)
+    def __init__(self, path: str | Path, *, graphs: str, ladder: tuple[int, ...], maximum: int | None, max_waste: float | None) -> None:
+        header = TraceHeader(graphs=ConfiguredMode(graphs), ladder=ladder, max_num_tokens=maximum, max_waste=max_waste)
         self._trace = StepTrace(path, header)
         self._lock = threading.Lock()
 

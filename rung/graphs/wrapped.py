@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from rung.counters import Count, Counters
 from rung.errors import ConfigError, PaddingError
 from rung.graphs.backends import make_backend
 from rung.graphs.buffers import StaticBuffer
+from rung.graphs.capture import has_host_breaks
 from rung.graphs.capture_report import CaptureReport
-from rung.graphs.descriptor import Descriptor, GraphMode, Shape
+from rung.graphs.descriptor import Descriptor, GraphMode, exact
 from rung.graphs.dispatch import Dispatch
+from rung.graphs.grid import Axis, Grid
 from rung.graphs.ladder import DEFAULT_TOP, Ladder
 from rung.graphs.manager import GraphManager
 from rung.graphs.module_io import (
@@ -61,8 +62,10 @@ class WrappedGraphs:
         ]
         self.dims = dimensions(self._specs)  # the first is counted by `Descriptor.num_tokens`
         self.padded = frozenset(compiled.plan.rows) & set(self.dims)
-        self.ladders = {name: self._make_ladder(name) for name in self.dims}
-        self.mode = self._resolve_mode()
+        mode = self._resolve_mode()
+        cut = mode is GraphMode.FULL and has_host_breaks(compiled)
+        reason = Reason.HOST_BREAK if cut else Reason.BEST
+        self.grid = Grid(mode, [self._axis(name) for name in self.dims], max_waste=config.max_waste, reason=reason)
         self._checked: set[str] = set()  # padded dimensions that a run has shown to be harmless
         self._manager: GraphManager | None = None
         self._capacity = dict.fromkeys(self.dims, 0)
@@ -77,13 +80,13 @@ class WrappedGraphs:
             result = self._run(dispatch, inputs, sizes)
             self.last = dispatch
             if self.log is not None:
-                self.log.add(self._shape(sizes), dispatch)
+                self.log.add(self.grid.shape(sizes), dispatch)
             return result
 
     def _run(self, dispatch: Dispatch, inputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
         descriptor = dispatch.descriptor
         if descriptor.mode is GraphMode.NONE:
-            self.counters.add(f"step.none.{dispatch.reason}")
+            self.counters.add(dispatch.counter)
             if self._ranges is None:
                 return self.compiled(*inputs)
             return self.compiled.restore(self.compiled.run_steps(inputs, self._ranges.step), inputs)
@@ -110,7 +113,7 @@ class WrappedGraphs:
             self._refuse_unproved()
             wanted = [self._named(size) for size in sizes]
             manager = self._manager_for({name: max(size[name] for size in wanted) for name in self.dims}, inputs)
-            descriptors = [self._descriptor(self.mode, size) for size in wanted]
+            descriptors = [self.grid.descriptor(size) for size in wanted]
             for value, spec, buffer in zip(inputs, self._specs, manager.inputs, strict=True):
                 fill(buffer, spec, value)
             with kept_state(self.compiled):
@@ -148,10 +151,13 @@ class WrappedGraphs:
 
     # --- choosing --------------------------------------------------------------------------------------------------------------------
 
-    def _make_ladder(self, name: str) -> Ladder:
-        maximum = self.compiled.plan.bounds.get(name)
-        sizes = self._given_sizes(name)
-        return Ladder.up_to(min(maximum or DEFAULT_TOP, DEFAULT_TOP)) if sizes is None else Ladder.custom(sizes)
+    def _axis(self, name: str) -> Axis:
+        """A padded dimension has a ladder, an exact one the sizes it was given, or any."""
+        padded, sizes = name in self.padded, self._given_sizes(name)
+        if sizes is None and padded:
+            top = min(self.compiled.plan.bounds.get(name) or DEFAULT_TOP, DEFAULT_TOP)
+            return Axis(name=name, ladder=Ladder.up_to(top), padded=True)
+        return Axis(name=name, ladder=None if sizes is None else Ladder.custom(sizes), padded=padded)
 
     def _given_sizes(self, name: str) -> Sequence[int] | None:
         given = self.config.capture_sizes
@@ -166,29 +172,19 @@ class WrappedGraphs:
 
     def _resolve_mode(self) -> GraphMode:
         if self.config.graphs == "auto":
-            has_breaks = any(step.kind == "break" for step in self.compiled.steps)
+            has_breaks = not all(step.capturable(full=False) for step in self.compiled.steps)
             return GraphMode.PIECEWISE if has_breaks else GraphMode.FULL
         return GraphMode(self.config.graphs)
 
     def _dispatch(self, sizes: Mapping[str, int]) -> Dispatch:
-        none = self._descriptor(GraphMode.NONE, sizes)
-        if 0 in sizes.values():
-            return Dispatch(none, Reason.EMPTY)
-        target: dict[str, int] = {}
-        for name, size in sizes.items():
-            ladder = self.ladders[name]
-            padded = ladder.pad_to(size) if name in self.padded else size
-            if padded is None:
-                return Dispatch(none, Reason.TOO_MANY_TOKENS if name == self.dims[0] else Reason.OTHER_DIMENSION)
-            if name not in self.padded and self._given_sizes(name) is not None and size not in ladder.sizes:
-                return Dispatch(none, Reason.NOT_CAPTURED)
-            target[name] = padded
-        descriptor = self._descriptor(self.mode, target)
-        bounded = len(self.dims) > 1 or not self.padded
+        shape = self.grid.shape(sizes)
+        dispatch = self.grid.dispatch(shape)
+        if dispatch.mode is GraphMode.NONE or (self.padded and len(self.dims) == 1):
+            return dispatch  # one ladder bounds its graphs by itself
         manager = self._manager
-        if manager is not None and bounded and not manager.can_replay(descriptor) and manager.num_captured >= _MAX_GRAPHS:
-            return Dispatch(none, Reason.NOT_CAPTURED)
-        return Dispatch(descriptor, Reason.BEST, prod(target.values()) - prod(sizes.values()))
+        if manager is None or manager.can_replay(dispatch.descriptor) or manager.num_captured < _MAX_GRAPHS:
+            return dispatch
+        return Dispatch(exact(shape), Reason.NOT_CAPTURED)
 
     def _available(self, dispatch: Dispatch, sizes: Mapping[str, int]) -> Dispatch:
         """The decision, or none when its graph is not to be had now."""
@@ -196,23 +192,18 @@ class WrappedGraphs:
         if descriptor.mode is GraphMode.NONE or (self._manager is not None and self._manager.can_replay(descriptor)):
             return dispatch
         if self._suspended:
-            return Dispatch(self._descriptor(GraphMode.NONE, sizes), Reason.SUSPENDED)
+            return Dispatch(exact(self.grid.shape(sizes)), Reason.SUSPENDED)
         if not self._traffic.miss(descriptor):
-            return Dispatch(self._descriptor(GraphMode.NONE, sizes), Reason.CAPTURE_PENDING)
+            return Dispatch(exact(self.grid.shape(sizes)), Reason.CAPTURE_PENDING)
         return dispatch
-
-    def _shape(self, sizes: Mapping[str, int]) -> Shape:
-        return Shape(num_tokens=sizes[self.dims[0]], symbols=tuple(sorted((name, sizes[name]) for name in self.dims[1:])))
 
     def _open_log(self) -> StepLog | None:
         if self.config.step_trace is None:
             return None
-        ladder = self.ladders[self.dims[0]].sizes if self.dims[0] in self.padded or self._given_sizes(self.dims[0]) else ()
-        return StepLog(self.config.step_trace, graphs=self.mode, ladder=ladder, maximum=self.compiled.plan.bounds.get(self.dims[0]))
-
-    def _descriptor(self, mode: GraphMode, sizes: Mapping[str, int]) -> Descriptor:
-        others = tuple(sorted((name, sizes[name]) for name in self.dims[1:]))
-        return Descriptor(mode=mode, num_tokens=sizes[self.dims[0]], symbols=others)
+        first = self.grid.axes[0]
+        ladder = () if first.ladder is None else first.ladder.sizes
+        maximum = self.compiled.plan.bounds.get(first.name)
+        return StepLog(self.config.step_trace, graphs=self.grid.mode, ladder=ladder, maximum=maximum, max_waste=self.grid.max_waste)
 
     def _named(self, size: int | Mapping[str, int]) -> Mapping[str, int]:
         named = {self.dims[0]: size} if isinstance(size, int) else size
@@ -251,8 +242,9 @@ class WrappedGraphs:
             self.release()
             with kept_state(self.compiled):
                 refuse_written_inputs(self.compiled, inputs)
+            tops = {axis.name: axis.ladder.top if axis.padded and axis.ladder else 0 for axis in self.grid.axes}
             for name, size in sizes.items():
-                self._capacity[name] = max(size, self._capacity[name], self.ladders[name].top if name in self.padded else 0)
+                self._capacity[name] = max(size, self._capacity[name], tops[name])
             device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), self.compiled.device)
             buffers = [StaticBuffer(spec, capacity=self._capacity, device=device) for spec in self._specs]
             self._manager = GraphManager(

@@ -1,10 +1,11 @@
 """The runner: request slots, block tables, inputs, scheduler, sampler, and the engine on top."""
 
+from rung.graphs import Dispatch
 from rung.runner.build import StartUp, build_engine, build_runner
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Completion, Engine, Update
 from rung.runner.executor import Executor, InProcessExecutor
-from rung.runner.forward import Dispatch, EagerForward, Forward
+from rung.runner.forward import EagerForward, Forward
 from rung.runner.model_runner import ModelRunner
 from rung.runner.output import EMPTY_OUTPUT, AsyncOutput, ModelRunnerOutput
 from rung.runner.plan import CachedRequest, NewRequest, StepPlan

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rung.graphs import Shape
 from rung.runner.slots import RequestSlots
 
 DECODE_QUERY_LEN = 1  # tokens of a decode; 1 + drafts once there is speculation
@@ -42,11 +43,21 @@ class Batch:
 
     @property
     def max_query_len(self) -> int:
-        return int(self.query_lens.max())
+        return self.uniform_query_len or int(self.query_lens.max())
 
     @property
     def max_seq_len(self) -> int:
         return int(self.seq_lens.max())
+
+    @property
+    def shape(self) -> Shape:
+        """What the dispatcher asks about the batch."""
+        return Shape(
+            num_tokens=self.num_tokens,
+            num_requests=self.num_requests,
+            uniform_query_len=self.uniform_query_len,
+            max_query_len=self.max_query_len,
+        )
 
 
 def gather_batch(num_scheduled_tokens: Mapping[str, int], slots: RequestSlots) -> Batch:

@@ -20,6 +20,7 @@ from rung.config import CompileConfig
 from rung.counters import Counters
 from rung.errors import ConfigError
 from rung.graphs import CaptureReport, ConfiguredMode, make_backend, plan_descriptors, resolve_mode
+from rung.graphs.capture import has_host_breaks
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Engine
 from rung.runner.executor import InProcessExecutor
@@ -117,7 +118,13 @@ def _graph_forward(
     compiled: CompiledFunction, module: Any, config: RunnerConfig, support: CaptureSupport, device: torch.device, counters: Counters
 ) -> GraphForward:
     mode = ConfiguredMode(config.graphs)
-    descriptors = plan_descriptors(capture_ladder(config), mode, max_num_requests=config.max_num_requests, capture_support=support)
+    descriptors = plan_descriptors(
+        capture_ladder(config),
+        mode,
+        max_num_requests=config.max_num_requests,
+        uniform_query_lens=config.decode_query_lens,
+        capture_support=support,
+    )
     return GraphForward(
         compiled,
         make_backend(device),
@@ -125,7 +132,7 @@ def _graph_forward(
         config,
         vocab_size=module.config.vocab_size,
         device=device,
-        resolved=resolve_mode(mode, support),
+        resolved=resolve_mode(mode, support, max(config.decode_query_lens), host_breaks=has_host_breaks(compiled)),
         counters=counters,
     )
 

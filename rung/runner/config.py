@@ -25,6 +25,7 @@ class RunnerConfig:
     long_prefill_chunk: int | None = None  # at most this many prompt tokens of one request in a step; None: the whole budget
     steps_in_flight: int = 2  # steps enqueued before the oldest one's tokens are read
     graphs: Mode = "none"
+    decode_query_lens: tuple[int, ...] = (1,)  # tokens of a decode that full graphs are made for; (1, 4) with three drafts a request
     capture_sizes: tuple[int, ...] | None = None  # None: the default ladder
     # Full decode graphs build their inputs, sample and advance the requests themselves. None: on CUDA; a CPU has no launches to save, and
     # would draw noise for greedy rows too.
@@ -60,6 +61,10 @@ class RunnerConfig:
                 )
         if self.capture_seconds < 0:
             raise ConfigError(f"capture_seconds must not be negative, got {self.capture_seconds}", hint="0 captures only when asked to")
+        if not self.decode_query_lens:
+            raise ConfigError("decode_query_lens names no length", hint="leave it at (1,)")
+        for length in self.decode_query_lens:
+            _at_least("decode_query_lens", length, 1)
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}", hint="0.9 leaves a tenth for activations")
         if self.max_waste is not None and self.max_waste < 1:

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
+from rung.graphs import Dispatch, Reason, exact
 from rung.runner.batch import Batch
 
 if TYPE_CHECKING:
     from rung.runner.decode import DecodeStep
-
-StepMode = Literal["none", "piecewise", "full"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch:
-    """How one batch runs. `num_requests` is the padded count under FULL and None otherwise."""
-
-    mode: StepMode
-    num_tokens: int  # padded
-    num_requests: int | None = None
-    max_query_len: int | None = None  # under FULL: the bound that holds for every batch of the graph
-    descriptor: Any = None  # of the graph
-    choice: Any = None  # what the forward wants to find again in `run`
 
 
 class Forward(ABC):
@@ -86,9 +72,9 @@ class EagerForward(Forward):
         self.counters = counters if counters is not None else Counters()
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        return Dispatch(mode="none", num_tokens=batch.num_tokens)
+        return Dispatch(exact(batch.shape), Reason.GRAPHS_OFF)
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        self.counters.add("step.none.graphs_off")
+        self.counters.add(dispatch.counter)
         with set_forward_context(context):
             return self._module(input_ids, positions)

@@ -11,8 +11,7 @@ import torch
 from rung.compile.bound import BoundPlan
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
-from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatcher, GraphBackend, GraphManager, GraphMode, Shape, StaticBuffer
-from rung.graphs.dispatch import Dispatch as GraphDispatch
+from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatch, Dispatcher, GraphBackend, GraphManager, GraphMode, StaticBuffer
 from rung.graphs.dispatch import ResolvedMode
 from rung.graphs.ranges import nvtx_ranges
 from rung.graphs.traffic import LiveDispatcher, Traffic
@@ -20,19 +19,9 @@ from rung.graphs.wanted import Prepare, nothing_to_prepare
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodePlan, DecodeStep
-from rung.runner.forward import Dispatch, Forward
+from rung.runner.forward import Forward
 
 DIM = "tokens"
-
-
-def batch_shape(batch: Batch) -> Shape:
-    """What the dispatcher asks about a batch."""
-    return Shape(
-        num_tokens=batch.num_tokens,
-        num_requests=batch.num_requests,
-        uniform_query_len=batch.uniform_query_len,
-        max_query_len=batch.max_query_len,
-    )
 
 
 class GraphForward(Forward):
@@ -86,7 +75,7 @@ class GraphForward(Forward):
     def capture(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]], *, lazy: bool = False) -> CaptureReport:
         """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step. With capture by traffic
         nothing is captured now."""
-        self._prepare = lambda descriptor: dummy_context(_as_dispatch(descriptor))
+        self._prepare = lambda descriptor: dummy_context(Dispatch(descriptor))
         descriptors = self.descriptors if self.dispatcher.traffic is None else ()
         return self.manager.capture(descriptors, self._prepare, lazy=lazy)
 
@@ -117,39 +106,22 @@ class GraphForward(Forward):
         return self._decode_plan is not None and _is_decode(dispatch.descriptor)
 
     def advance(self, dispatch: Dispatch) -> torch.Tensor:
-        logits: torch.Tensor = self.manager.run(dispatch.choice or dispatch.descriptor).borrow()[0]
+        logits: torch.Tensor = self.manager.run(dispatch).borrow()[0]
         return logits
 
     def dispatch(self, batch: Batch, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """The mode and padded sizes for this batch, in no better mode than `best`."""
-        return self.as_dispatch(self.dispatcher.dispatch(batch_shape(batch), best=best))
-
-    @staticmethod
-    def as_dispatch(choice: GraphDispatch) -> Dispatch:
-        """The runner's view of a decision of the dispatcher."""
-        return _as_dispatch(choice.descriptor, choice)
+        return self.dispatcher.dispatch(batch.shape, best=best)
 
     def _plan_of(self, descriptor: Descriptor) -> BoundPlan:
         return self._decode_plan if self._decode_plan is not None and _is_decode(descriptor) else self._plan
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         with set_forward_context(context):
-            outputs = self.manager.run(dispatch.choice or dispatch.descriptor)
+            outputs = self.manager.run(dispatch)
         hidden: torch.Tensor = self._plan.restore(outputs.borrow(), (input_ids, positions))
         return hidden
 
 
 def _is_decode(descriptor: Descriptor) -> bool:
     return descriptor.mode is GraphMode.FULL and descriptor.uniform_query_len == 1
-
-
-def _as_dispatch(descriptor: Descriptor, choice: object = None) -> Dispatch:
-    full = descriptor.mode == "full"
-    return Dispatch(
-        mode=descriptor.mode.value,
-        num_tokens=descriptor.num_tokens,
-        num_requests=descriptor.num_requests if full else None,
-        max_query_len=(descriptor.max_query_len or descriptor.num_tokens) if full else None,
-        descriptor=descriptor,
-        choice=choice,
-    )

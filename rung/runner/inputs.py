@@ -19,14 +19,13 @@ class InputBuffers:
 
     input_ids: torch.Tensor  # int32 [T]
     positions: torch.Tensor  # int64 [T]
-    is_padding: torch.Tensor  # bool [T]
     query_start_loc: torch.Tensor  # int32 [R + 1]
     seq_lens: torch.Tensor  # int32 [R]
     idx_mapping: torch.Tensor  # int64 [R], slots in batch order, -1 behind the batch
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.input_ids, self.positions, self.is_padding, self.query_start_loc, self.seq_lens, self.idx_mapping)
+        return (self.input_ids, self.positions, self.query_start_loc, self.seq_lens, self.idx_mapping)
 
     @classmethod
     def allocate(
@@ -47,7 +46,6 @@ class InputBuffers:
         return cls(
             input_ids=input_ids,
             positions=positions,
-            is_padding=torch.ones(max_num_tokens, dtype=torch.bool, device=device),
             query_start_loc=torch.zeros(max_num_requests + 1, dtype=torch.int32, device=device),
             seq_lens=torch.zeros(max_num_requests, dtype=torch.int32, device=device),
             idx_mapping=torch.full((max_num_requests,), -1, dtype=torch.int64, device=device),
@@ -92,7 +90,6 @@ class InputBuilder:
             buffers.query_start_loc,
             slots.num_computed_tokens,
             buffers.positions,
-            buffers.is_padding,
             buffers.seq_lens,
             num_tokens_padded,
         )

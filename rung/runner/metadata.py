@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from rung.attention import AttentionMetadata, HostMetadata
+from rung.graphs import Dispatch
 from rung.runner.batch import Batch
-from rung.runner.forward import Dispatch
 from rung.runner.inputs import InputBuffers
 
 

@@ -15,12 +15,12 @@ from rung.attention import AttentionBackend, AttentionSpec, attention_layers
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.errors import ConfigError, StateError
-from rung.graphs.trace import StepTrace
+from rung.graphs import Dispatch, StepTrace
 from rung.runner.batch import Batch, dummy_batch, dummy_query_lens, gather_batch
 from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodeStep
-from rung.runner.forward import Dispatch, EagerForward, Forward
+from rung.runner.forward import EagerForward, Forward
 from rung.runner.inputs import InputBuffers, InputBuilder
 from rung.runner.kv_cache import allocate_kv_caches, block_bytes, num_kv_blocks
 from rung.runner.metadata import build_metadata
@@ -207,9 +207,8 @@ class ModelRunner:
     def dummy_context(self, dispatch: Dispatch) -> Iterator[None]:
         """The forward context of a harmless batch in `dispatch`, for warm-up and capture. What a step may have prepared in the persistent
         buffers is put back at the end."""
-        decode = dispatch.mode == "full" and dispatch.max_query_len is not None and dispatch.num_requests is not None
-        if decode:
-            assert dispatch.num_requests is not None
+        decode = dispatch.num_requests is not None
+        if dispatch.num_requests is not None:
             lens = np.full(dispatch.num_requests, dispatch.num_tokens // dispatch.num_requests, np.int32)
         else:
             lens = dummy_query_lens(dispatch.num_tokens, self.config.max_num_requests, self.config.max_model_len)

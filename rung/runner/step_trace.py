@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from rung.attention import CaptureSupport
-from rung.graphs import ConfiguredMode, GraphMode, Ladder, Reason
+from rung.graphs import ConfiguredMode, Dispatch, Ladder
 from rung.graphs.trace import StepTrace, TraceHeader
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
-from rung.runner.forward import Dispatch
-from rung.runner.graph_forward import batch_shape
 
 
 def capture_ladder(config: RunnerConfig) -> Ladder:
     """The capture sizes that a configuration asks for."""
     if config.capture_sizes is None:
-        return Ladder.for_requests(config.max_num_requests, max_num_tokens=config.max_num_tokens)
+        longest = max(config.decode_query_lens)
+        return Ladder.for_requests(config.max_num_requests, decode_query_len=longest, max_num_tokens=config.max_num_tokens)
     return Ladder.custom(config.capture_sizes)
 
 
@@ -37,6 +36,5 @@ def open_step_trace(config: RunnerConfig, support: CaptureSupport) -> StepTrace 
 
 
 def record_step(trace: StepTrace, batch: Batch, dispatch: Dispatch) -> None:
-    """Add a step that ran. A forward that has no graphs to choose from counts as one whose graphs are off."""
-    mode, reason = GraphMode(dispatch.mode), getattr(dispatch.choice, "reason", Reason.GRAPHS_OFF)
-    trace.add(batch_shape(batch), mode, dispatch.num_tokens, reason)
+    """Add a step that ran."""
+    trace.add(batch.shape, dispatch.mode, dispatch.num_tokens, dispatch.reason)

@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from rung.errors import UnknownModelError
-from rung.graphs import Dispatch as GraphDispatch
-from rung.graphs import GraphMode, Reason, Shape, exact
+from rung.graphs import Dispatch, GraphMode, Reason, Shape, exact
 from rung.models import LoadedModel, find_quickstart, load_model, random_model
 from rung.runner import ModelRunner, NewRequest, RunnerConfig, SamplingParams, StepPlan, build_engine, build_runner
 from rung.runner.batch import gather_batch
-from rung.runner.forward import Dispatch
 from rung.runner.graph_forward import GraphForward
 from tests.smollm2 import TOPICS, divergences, reference_tokens
 
@@ -88,11 +86,10 @@ def hidden(target: ModelRunner, count: int, mode: GraphMode) -> tuple[torch.Tens
     batch = gather_batch({f"r{i}": 1 for i in range(count)}, target.slots)
     shape = Shape(num_tokens=count, num_requests=count, uniform_query_len=1, max_query_len=1)
     if mode is GraphMode.NONE:
-        choice = GraphDispatch(exact(shape), Reason.FORCED)
+        dispatch = Dispatch(exact(shape), Reason.FORCED)
     else:
-        choice = forward.dispatcher.dispatch(shape, best=mode)
-    assert choice.descriptor.mode is mode
-    dispatch = forward.as_dispatch(choice)
+        dispatch = forward.dispatcher.dispatch(shape, best=mode)
+    assert dispatch.mode is mode
     forward.manager.poison(torch.Generator(device=target.device).manual_seed(count))
     prepared = target.prepare(batch, dispatch)
     rows = dispatch.num_tokens

@@ -114,7 +114,7 @@ def test_query_length_above_one_needs_uniform_batch_support() -> None:
 
 
 def test_uniform_query_length_three_rounds_sizes_to_whole_requests() -> None:
-    planned = plan_descriptors(Ladder.up_to(16), ConfiguredMode.FULL_DECODE_ONLY, max_num_requests=5, uniform_query_len=3)
+    planned = plan_descriptors(Ladder.up_to(16), ConfiguredMode.FULL_DECODE_ONLY, max_num_requests=5, uniform_query_lens=(3,))
     assert {(d.num_requests, d.num_tokens) for d in planned} == {(1, 3), (2, 6), (3, 9), (5, 15)}
 
 

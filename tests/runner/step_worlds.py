@@ -68,7 +68,6 @@ class RandomBatch:
             # What an earlier step left behind
             "input_ids": rng.integers(0, vocab, sizes.rows),
             "positions": rng.integers(0, sizes.length, sizes.rows),
-            "is_padding": rng.random(sizes.rows) < 0.5,
             "seq_lens": rng.integers(0, sizes.length, sizes.slots),
             "batch_table": rng.integers(1, 1000, (sizes.slots, sizes.blocks)),
             "slot_mapping": rng.integers(0, 1000, sizes.rows),
@@ -93,7 +92,7 @@ class World:
         self.slots = RequestSlots(sizes.slots, sizes.length, HostToDevice(device, Counters()), ops)
         self.buffers = InputBuffers.allocate(sizes.rows, sizes.slots, device)
         by_slot = torch.zeros(sizes.slots, 1 + sizes.blocks, dtype=torch.int32, device=device)
-        names = ("input_ids", "positions", "is_padding", "query_start_loc", "seq_lens", "idx_mapping")
+        names = ("input_ids", "positions", "query_start_loc", "seq_lens", "idx_mapping")
         of_slots = ("num_computed_tokens", "prefill_len", "total_len", "all_token_ids", "last_sampled_tokens")
         self.tensors = {name: getattr(self.buffers, name) for name in names}
         self.tensors |= {name: getattr(self.slots, name) for name in of_slots}
@@ -119,7 +118,7 @@ class World:
         t, ops = self.tensors, self.ops
         ops.scatter(t["scattered"], t["scatter_index"], t["scatter_values"])
         layout = (t["idx_mapping"], t["query_start_loc"])
-        ops.positions_and_lengths(*layout, t["num_computed_tokens"], t["positions"], t["is_padding"], t["seq_lens"], num_rows)
+        ops.positions_and_lengths(*layout, t["num_computed_tokens"], t["positions"], t["seq_lens"], num_rows)
         ops.prefill_ids(*layout, t["positions"], t["prefill_len"], t["all_token_ids"], t["input_ids"], num_rows)
         ops.last_sampled_ids(*layout, t["positions"], t["prefill_len"], t["last_sampled_tokens"], t["input_ids"], num_rows)
         ops.gather_block_table(t["idx_mapping"], t["table"], t["num_blocks"], t["batch_table"], num_requests)

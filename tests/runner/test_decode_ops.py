@@ -21,7 +21,7 @@ def test_inputs_equal_those_of_a_step(step_ops: StepOps, seed: int) -> None:
     world.ops.decode.inputs(world.slots, world.table, world.buffers, rows)
     ops, buffers, slots, table = step.ops, step.buffers, step.slots, step.table
     layout = (buffers.idx_mapping, buffers.query_start_loc)
-    ops.positions_and_lengths(*layout, slots.num_computed_tokens, buffers.positions, buffers.is_padding, buffers.seq_lens, rows)
+    ops.positions_and_lengths(*layout, slots.num_computed_tokens, buffers.positions, buffers.seq_lens, rows)
     ops.prefill_ids(*layout, buffers.positions, slots.prefill_len, slots.all_token_ids, buffers.input_ids, rows)
     ops.last_sampled_ids(*layout, buffers.positions, slots.prefill_len, slots.last_sampled_tokens, buffers.input_ids, rows)
     table.gather(buffers.idx_mapping, rows)

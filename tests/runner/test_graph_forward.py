@@ -17,7 +17,7 @@ from rung.counters import Count
 from rung.graphs import ConfiguredMode, Dispatcher, GraphMode, Ladder, make_backend, plan_descriptors
 from rung.runner import Engine, InProcessExecutor, ModelRunner, NewRequest, RunnerConfig, SamplingParams, Scheduler, StepPlan
 from rung.runner.batch import dummy_batch
-from rung.runner.graph_forward import GraphForward, batch_shape
+from rung.runner.graph_forward import GraphForward
 from tests.runner.tiny import HEAD_SIZE, HEADS, HIDDEN, KV_HEADS, VOCAB, PlainAttention, TinyLayer, TinyModel
 
 
@@ -160,10 +160,10 @@ def test_a_capture_leaves_a_prepared_step_as_it_was() -> None:
 def test_tv5_a_mixed_batch_runs_piecewise_304_and_three_decodes_run_full_4() -> None:
     dispatcher = Dispatcher(plan_descriptors(Ladder.for_requests(1024), ConfiguredMode.FULL_AND_PIECEWISE, max_num_requests=1024))
     mixed = dummy_batch(np.array([1, 1, 298], np.int32))
-    shape = batch_shape(mixed)
+    shape = mixed.shape
     chosen = dispatcher.dispatch(shape).descriptor
     assert (chosen.mode, chosen.num_tokens, chosen.num_requests) == (GraphMode.PIECEWISE, 304, None)
-    decodes = dispatcher.dispatch(batch_shape(dummy_batch(np.array([1, 1, 1], np.int32), decode=True))).descriptor
+    decodes = dispatcher.dispatch(dummy_batch(np.array([1, 1, 1], np.int32), decode=True).shape).descriptor
     assert (decodes.mode, decodes.num_tokens, decodes.num_requests) == (GraphMode.FULL, 4, 4)
 
 

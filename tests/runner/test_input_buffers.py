@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from rung.counters import Counters
+from rung.graphs import Descriptor, Dispatch, GraphMode
 from rung.runner.batch import Batch, batch_order, dummy_batch, gather_batch
 from rung.runner.block_table import BlockTable
-from rung.runner.forward import Dispatch
 from rung.runner.inputs import InputBuffers, InputBuilder
 from rung.runner.metadata import build_metadata
 from rung.runner.ops import StepOps, TorchStepOps
@@ -139,7 +139,7 @@ def test_tv4_mixed_step(step_ops: StepOps) -> None:
 
 def test_tv4_types() -> None:
     buffers = tv4().buffers
-    assert (buffers.input_ids.dtype, buffers.positions.dtype, buffers.is_padding.dtype) == (torch.int32, torch.int64, torch.bool)
+    assert (buffers.input_ids.dtype, buffers.positions.dtype) == (torch.int32, torch.int64)
     assert (buffers.query_start_loc.dtype, buffers.seq_lens.dtype, buffers.idx_mapping.dtype) == (torch.int32, torch.int32, torch.int64)
 
 
@@ -174,8 +174,7 @@ def test_tv4_next_step_is_a_uniform_decode(step_ops: StepOps) -> None:
     assert batch.uniform_query_len == 1
     assert step.buffers.seq_lens[:4].tolist() == [42, 19, 7, 0]
     assert step.buffers.input_ids[:4].tolist() == [11, 22, 33, 0]
-    assert step.buffers.is_padding[:4].tolist() == [False, False, False, True]
-    dispatch = Dispatch(mode="full", num_tokens=4, num_requests=4)
+    dispatch = Dispatch(Descriptor(mode=GraphMode.FULL, num_tokens=4, num_requests=4))
     table = step.table.gather(step.buffers.idx_mapping, 4)
     metadata = build_metadata(batch, dispatch, step.buffers, table, step.slot_mapping(4), 1024)
     assert (metadata.num_requests, metadata.num_actual_tokens, metadata.max_seq_len) == (4, 4, 1024)
@@ -212,14 +211,12 @@ def test_tv5_tour(step_ops: StepOps) -> None:
     assert buffers.seq_lens[:3].tolist() == [541, 130, 298]
     assert buffers.input_ids[:3].tolist() == [31, 32, int(step.slots.all_token_ids[1021, 0])]
     assert step.logits_indices(batch) == [0, 1, 299]
-    assert buffers.is_padding[:304].tolist() == [False] * 300 + [True] * 4
     mapping = step.slot_mapping(304)
     assert mapping[:2].tolist() == [133 * 16 + 12, 208 * 16 + 1]
     assert mapping[2:300].tolist() == [(300 + p // 16) * 16 + p % 16 for p in range(298)]
     assert mapping[300:].tolist() == [-1] * 4
-    metadata = build_metadata(
-        batch, Dispatch(mode="piecewise", num_tokens=304), buffers, step.table.gather(buffers.idx_mapping, 3), mapping, 1024
-    )
+    dispatch = Dispatch(Descriptor(mode=GraphMode.PIECEWISE, num_tokens=304))
+    metadata = build_metadata(batch, dispatch, buffers, step.table.gather(buffers.idx_mapping, 3), mapping, 1024)
     assert (metadata.num_requests, metadata.num_actual_tokens, metadata.max_query_len, metadata.max_seq_len) == (3, 300, 298, 541)
     assert metadata.slot_mapping.shape == (304,)
     assert metadata.block_table.shape == (3, 64)
@@ -230,7 +227,7 @@ def test_tv5_tour(step_ops: StepOps) -> None:
 
 def test_addresses_are_fixed() -> None:
     step = tv4()
-    names = ("input_ids", "positions", "is_padding", "query_start_loc", "seq_lens", "idx_mapping")
+    names = ("input_ids", "positions", "query_start_loc", "seq_lens", "idx_mapping")
     before = [getattr(step.buffers, name).data_ptr() for name in names]
     step.prepare({"R3": 6, "R1": 1})
     step.prepare({"R1": 1, "R2": 1}, padded=8)

@@ -11,9 +11,9 @@ from torch import nn
 
 from rung.attention import Attention, AttentionSpec
 from rung.context import ForwardContext
+from rung.graphs import Descriptor, Dispatch, GraphMode, exact
 from rung.runner import (
     CachedRequest,
-    Dispatch,
     Forward,
     ModelRunner,
     NewRequest,
@@ -45,10 +45,10 @@ class PaddedForward(Forward):
 
     def dispatch(self, batch: Batch) -> Dispatch:
         if batch.num_tokens > 16:
-            return Dispatch(mode="none", num_tokens=batch.num_tokens)
+            return Dispatch(exact(batch.shape))
         if batch.uniform_query_len == 1:
-            return Dispatch(mode="full", num_tokens=5, num_requests=5)
-        return Dispatch(mode="piecewise", num_tokens=-(-batch.num_tokens // 8) * 8)
+            return Dispatch(Descriptor(mode=GraphMode.FULL, num_tokens=5, num_requests=5))
+        return Dispatch(Descriptor(mode=GraphMode.PIECEWISE, num_tokens=-(-batch.num_tokens // 8) * 8))
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return torch.zeros(dispatch.num_tokens, 1)
@@ -166,7 +166,6 @@ def check(runner: ModelRunner, world: World, plan: StepPlan) -> None:
     buffers, group = runner.buffers, runner.block_tables[0]
     assert buffers.input_ids[:padded].tolist() == ids + [0] * pad
     assert buffers.positions[:padded].tolist() == positions + [0] * pad
-    assert buffers.is_padding[:padded].tolist() == [False] * len(ids) + [True] * pad
     assert group.slot_mapping.tolist() == slots + [-1] * (TOKENS - len(ids))
     assert buffers.query_start_loc.tolist() == starts + [len(ids)] * (ROWS - len(names))
     assert buffers.seq_lens.tolist() == lens + [0] * (ROWS - len(names))

@@ -40,7 +40,6 @@ class StepOps(ABC):
         query_start_loc: torch.Tensor,
         num_computed_tokens: torch.Tensor,  # int32 [R]
         positions: torch.Tensor,  # out, int64 [T]
-        is_padding: torch.Tensor,  # out, bool [T]
         seq_lens: torch.Tensor,  # out, int32 [R]
         num_rows: int,
     ) -> None:

@@ -29,7 +29,6 @@ class TorchStepOps(StepOps):
         query_start_loc: torch.Tensor,
         num_computed_tokens: torch.Tensor,
         positions: torch.Tensor,
-        is_padding: torch.Tensor,
         seq_lens: torch.Tensor,
         num_rows: int,
     ) -> None:
@@ -39,7 +38,6 @@ class TorchStepOps(StepOps):
         rows, request, real = _rows(query_start_loc, num_rows)
         within = rows - query_start_loc[request]
         positions[:num_rows] = torch.where(real, computed[request] + within, 0)
-        torch.logical_not(real, out=is_padding[:num_rows])
 
     def prefill_ids(
         self,

@@ -49,13 +49,12 @@ class TritonStepOps(StepOps):
         query_start_loc: torch.Tensor,
         num_computed_tokens: torch.Tensor,
         positions: torch.Tensor,
-        is_padding: torch.Tensor,
         seq_lens: torch.Tensor,
         num_rows: int,
     ) -> None:
         num_slots = idx_mapping.shape[0]
         _kernels().positions_and_lengths_kernel[_grid(max(num_rows, num_slots))](
-            idx_mapping, query_start_loc, num_computed_tokens, positions, is_padding, seq_lens, num_rows, num_slots,
+            idx_mapping, query_start_loc, num_computed_tokens, positions, seq_lens, num_rows, num_slots,
             SEARCH_STEPS=num_slots.bit_length(), BLOCK=_BLOCK,
         )  # fmt: skip
 

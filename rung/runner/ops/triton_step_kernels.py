@@ -52,7 +52,7 @@ def scatter_kernel(target, index, values, count, BLOCK: tl.constexpr):
 
 @unspecialised
 def positions_and_lengths_kernel(
-    idx_mapping, query_start_loc, num_computed_tokens, positions, is_padding, seq_lens, num_rows, num_slots,
+    idx_mapping, query_start_loc, num_computed_tokens, positions, seq_lens, num_rows, num_slots,
     SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Positions and padding of one block of rows, and lengths of one block of batch rows. Grid: blocks of the longer of the two."""
@@ -72,7 +72,6 @@ def positions_and_lengths_kernel(
     computed = tl.load(num_computed_tokens + slot, mask=slot >= 0, other=0)
     position = computed + item - tl.load(query_start_loc + request, mask=real, other=0)
     tl.store(positions + item, tl.where(real, position, 0).to(tl.int64), mask=in_rows)
-    tl.store(is_padding + item, real == 0, mask=in_rows)
 
 
 @unspecialised

@@ -69,6 +69,25 @@ class ArtifactError(CacheError):
     """An artifact is damaged or does not fit this process."""
 
 
+# --- launch --------------------------------------------------------------------------------------------------------------------------
+
+
+class LaunchError(UserError, RuntimeError):
+    """The driver refused to load or launch a kernel. `code` is the driver's error number, 0 where the refusal is ours."""
+
+    def __init__(self, message: str, *, hint: str = "", code: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class KernelArgumentError(UserError, TypeError):
+    """The arguments of a launch do not fit the kernel's parameters: their number, a dtype, a value or a device."""
+
+
+class KernelExportError(UserError):
+    """A kernel of another compiler cannot be turned into a `KernelImage`."""
+
+
 # --- graphs --------------------------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ def examine() -> dict[str, Any]:
     import torch
 
     from rung import config, torch_compat
+    from rung.launch import launch_road
 
     store = config.cache_dir()
     return {
@@ -46,6 +47,7 @@ def examine() -> dict[str, Any]:
         "variables": {name: config.variable(name) for name in config.VARIABLES},
         "attention_backends": _attention_backends(),
         "graph_backends": _graph_backends(),
+        "kernel_launches": launch_road(),
     }
 
 
@@ -125,4 +127,5 @@ def _show(found: dict[str, Any]) -> None:
     rows += [(name, value) for name, value in found["variables"].items() if value is not None]
     rows += [(f"attention {name}", reason) for name, reason in found["attention_backends"].items()]
     rows += [(f"graphs {name}", reason) for name, reason in found["graph_backends"].items()]
+    rows += [("kernel launches", found["kernel_launches"])]
     console().print(table("", ("what", "found"), rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from math import prod
@@ -132,6 +132,17 @@ def misfit(descriptor: Descriptor, shape: Shape) -> Reason | None:
     if descriptor.symbols != shape.symbols and not _symbols_fit(dict(descriptor.symbols), dict(shape.symbols)):
         return Reason.OTHER_DIMENSION
     return None
+
+
+_ORDER = (  # of the conditions in `misfit`
+    *(Reason.VARIANT, Reason.ADAPTERS, Reason.MIXED_BATCH, Reason.QUERY_LENGTH),
+    *(Reason.TOO_MANY_REQUESTS, Reason.TOO_MANY_TOKENS, Reason.OTHER_DIMENSION),
+)
+
+
+def nearest_misfit(descriptors: Iterable[Descriptor], shape: Shape) -> Reason | None:
+    """Of descriptors none of which fits, what the one that meets the most conditions lacks."""
+    return max((why for one in descriptors if (why := misfit(one, shape)) is not None), key=_ORDER.index, default=None)
 
 
 def wastes(descriptor: Descriptor, shape: Shape, max_waste: float | None) -> bool:

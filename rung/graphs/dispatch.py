@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from rung.graphs.descriptor import Descriptor, GraphMode, Shape, exact, misfit, wastes
+from rung.graphs.descriptor import Descriptor, GraphMode, Shape, exact, misfit, nearest_misfit, wastes
 from rung.graphs.ladder import DEFAULT_MAX_WASTE, check_max_waste
 from rung.graphs.planned import ResolvedMode, capture_order, plan_descriptors, resolve_mode
 from rung.graphs.reasons import Reason
@@ -122,7 +122,7 @@ class Dispatcher:
                 if descriptor not in self.failed and not wastes(descriptor, shape, self.max_waste):
                     return descriptor
             if not fitting:
-                reason = misfit(group.entries[-1], shape) or Reason.CAPTURE_FAILED
+                reason = nearest_misfit(group.entries, shape) or reason
             else:
                 reason = Reason.CAPTURE_FAILED if fitting[0] in self.failed else Reason.PADDING
         return reason

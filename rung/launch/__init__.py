@@ -1,1 +1,26 @@
+"""Kernels without their compilers: load a cubin, pack its parameters once, launch it.
 
+`KernelImage` is a compiled kernel as bytes, `LoadedKernel` one on a device, `PreboundKernel` one with its arguments bound, and
+`TritonLauncher` runs a Triton kernel of ours that way. Nothing here imports a compiler before something is compiled.
+"""
+
+from rung.launch.driver import CudaDriver, Driver, LaunchAttributes
+from rung.launch.image import KernelImage, Parameter, Scratch
+from rung.launch.kernel import LoadedKernel, PreboundKernel, torch_scratch
+from rung.launch.triton_export import export_triton
+from rung.launch.triton_launcher import TritonLauncher, launch_road
+
+__all__ = [
+    "CudaDriver",
+    "Driver",
+    "KernelImage",
+    "LaunchAttributes",
+    "LoadedKernel",
+    "Parameter",
+    "PreboundKernel",
+    "Scratch",
+    "TritonLauncher",
+    "export_triton",
+    "launch_road",
+    "torch_scratch",
+]

@@ -21,6 +21,7 @@ from rung.counters import Counters
 from rung.errors import ConfigError
 from rung.graphs import CaptureReport, ConfiguredMode, make_backend, plan_descriptors, resolve_mode
 from rung.graphs.capture import has_host_breaks
+from rung.launch import launch_road
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Engine
 from rung.runner.executor import InProcessExecutor
@@ -40,6 +41,7 @@ class StartUp:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     attention: str = ""  # the attention backend and why
     step_ops: str = ""  # the operations that build a step's inputs, and why when they are not the fast ones
+    kernel_launches: str = ""  # how our Triton kernels are launched, a `launch_road()`
     compile: CompileReport | None = None
     capture: CaptureReport | None = None
 
@@ -66,6 +68,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     device, dtype = _place(module)
     attention = _choose_attention(module, config, dtype, device)
     start.attention = attention.why
+    start.kernel_launches = launch_road()
     trace = open_step_trace(config, attention.support)
     forward: Forward = EagerForward(module, counters)
     if not config.eager:

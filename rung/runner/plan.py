@@ -25,7 +25,8 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedRequest:
-    """A request that has a slot. `resumed` replaces its block ids, otherwise the new ones are appended."""
+    """A change of a request that has a slot; one that only goes on need not be named. `resumed` replaces its block ids, otherwise the new
+    ones are appended."""
 
     request_id: str
     num_computed_tokens: int

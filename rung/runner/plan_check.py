@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rung.errors import BlockTableError, RequestError
 from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
@@ -70,35 +72,59 @@ class PlanChecker:
         _require(plan.num_steps == 1 or not plan.has_bitmask, "a grammar mask holds for one step, the plan has several")
         total, budget = plan.total_num_scheduled_tokens, self._config.max_num_tokens
         _require(total <= budget, f"the plan has {total} tokens, max_num_tokens is {budget}")
-        # `item` reads one number of an array faster than indexing and converting it.
-        computed_at, known_at = self._slots.num_computed_tokens_np.item, self._slots.total_len_np.item
+        rest = []
         for name, count in plan.num_scheduled_tokens.items():
             if count < 1:
                 raise RequestError(f"request {name!r} is scheduled with {count} tokens", hint=_HINT)
             if (request := new.get(name)) is not None:
-                computed, known, blocks = request.num_computed_tokens, len(request.token_ids), [len(b) for b in request.block_ids]
+                blocks = [len(b) for b in request.block_ids]
+                self._check_extent(name, request.num_computed_tokens, count, len(request.token_ids), blocks, plan.num_steps)
+            elif (change := cached.get(name)) is not None and change.resumed:
+                known = self._slots.total_len_np.item(self._slot(name, leaving))
+                blocks = [len(b) for b in change.new_block_ids]
+                self._check_extent(name, change.num_computed_tokens, count, known, blocks, plan.num_steps)
             else:
-                slot = self._slot(name, leaving)
-                computed, known = computed_at(slot), known_at(slot)
-                blocks = [table.num_blocks_np.item(slot) for table in self._tables]
-                if (change := cached.get(name)) is not None:
-                    computed = change.num_computed_tokens
-                    if change.resumed or change.new_block_ids:
-                        added = [len(b) for b in change.new_block_ids]
-                        blocks = added if change.resumed else [a + b for a, b in zip(blocks, added, strict=True)]
-            end = computed + count
-            if end > known:
-                raise RequestError(f"request {name!r} is scheduled up to token {end} and has {known}", hint=_HINT)
-            if plan.num_steps != 1:
-                _require(count == 1 and end == known, f"request {name!r} is not decoding in a plan of {plan.num_steps} steps")
-                end += plan.num_steps - 1
-                _require(end < self._config.max_model_len, f"request {name!r} has {known} tokens, {plan.num_steps} more are too many")
-            for table, num_blocks in zip(self._tables, blocks, strict=True):
-                if num_blocks * table.block_size < end:
-                    raise BlockTableError(
-                        f"request {name!r} is scheduled up to token {end} and has {num_blocks} blocks of {table.block_size} tokens",
-                        hint=_HINT,
-                    )
+                rest.append(name)
+        if rest:
+            self._check_running(rest, plan, cached, leaving)
+
+    def _check_running(self, names: list[str], plan: StepPlan, cached: dict[str, CachedRequest], leaving: frozenset[str]) -> None:
+        """All requests that only go on, at once; the first bad one is looked at alone for its message."""
+        slots = np.array([self._slot(name, leaving) for name in names])
+        computed, known = self._slots.num_computed_tokens_np[slots], self._slots.total_len_np[slots]
+        counts = np.fromiter((plan.num_scheduled_tokens[name] for name in names), np.int32, len(names))
+        ends = computed + counts
+        bad = ends > known
+        if plan.num_steps != 1:
+            bad |= (counts != 1) | (ends != known) | (ends + plan.num_steps > self._config.max_model_len)
+        blocks = [table.num_blocks_np[slots] for table in self._tables]
+        if cached:
+            row_of = {name: row for row, name in enumerate(names)}
+            for change in cached.values():
+                row = row_of.get(change.request_id)
+                if row is not None:
+                    for held, added in zip(blocks, change.new_block_ids, strict=False):
+                        held[row] += len(added)
+        for held, table in zip(blocks, self._tables, strict=True):
+            bad |= held * table.block_size < ends + (plan.num_steps - 1)
+        if bad.any():
+            row = int(bad.argmax())
+            held = [int(b[row]) for b in blocks]
+            self._check_extent(names[row], int(computed[row]), int(counts[row]), int(known[row]), held, plan.num_steps)
+
+    def _check_extent(self, name: str, computed: int, count: int, known: int, blocks: Sequence[int], num_steps: int) -> None:
+        end = computed + count
+        _require(end <= known, f"request {name!r} is scheduled up to token {end} and has {known}")
+        if num_steps != 1:
+            _require(count == 1 and end == known, f"request {name!r} is not decoding in a plan of {num_steps} steps")
+            limit = self._config.max_model_len
+            _require(end + num_steps <= limit, f"request {name!r} has {known} tokens, {num_steps} more do not fit in {limit}")
+            end += num_steps - 1
+        for table, num_blocks in zip(self._tables, blocks, strict=True):
+            if num_blocks * table.block_size < end:
+                raise BlockTableError(
+                    f"request {name!r} is scheduled up to token {end} and has {num_blocks} blocks of {table.block_size} tokens", hint=_HINT
+                )
 
     def _slot(self, request_id: str, leaving: frozenset[str]) -> int:
         slot = self._slots.slot_of.get(request_id)

@@ -35,18 +35,21 @@ class Request:
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0  # scheduled tokens, those of steps in flight included
     num_in_flight: int = 0  # tokens being sampled that the host does not know yet
+    num_tokens: int = field(init=False)  # tokens of the request, those in flight included
     block_ids: list[int] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the request, those in flight included."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens that a step could compute now; 0 when the request may not grow any more."""
-        num_tokens = self.num_tokens
-        return num_tokens - self.num_computed_tokens if num_tokens < self.max_total_tokens else 0
+        return self.num_tokens - self.num_computed_tokens if self.num_tokens < self.max_total_tokens else 0
+
+    def sampling_ahead(self, num_steps: int) -> None:
+        """So many tokens will be sampled by a step that was just planned."""
+        self.num_in_flight += num_steps
+        self.num_tokens += num_steps
 
     @property
     def is_finished(self) -> bool:
@@ -58,5 +61,5 @@ class Request:
         self.output_token_ids.append(token)
         if token in self.stop_token_ids:
             self.finish_reason = FinishReason.STOP
-        elif len(self.prompt_token_ids) + len(self.output_token_ids) >= self.max_total_tokens:
+        elif self.num_tokens - self.num_in_flight >= self.max_total_tokens:
             self.finish_reason = FinishReason.LENGTH

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rung.errors import RequestError
 from rung.runner.config import RunnerConfig
@@ -19,7 +19,7 @@ class _Draft:
 
     budget: int
     new: list[NewRequest] = field(default_factory=list)
-    cached: list[CachedRequest] = field(default_factory=list)
+    grown: dict[str, list[int]] = field(default_factory=dict)  # new blocks of running requests
     scheduled: dict[str, int] = field(default_factory=dict)
     preempted: set[str] = field(default_factory=set)
 
@@ -68,7 +68,14 @@ class Scheduler:
         finished, self._left = frozenset(self._left), set()
         plan = StepPlan(
             new_requests=tuple(draft.new),
-            cached_requests=tuple(draft.cached),
+            cached_requests=tuple(
+                CachedRequest(
+                    request_id=request_id,
+                    num_computed_tokens=self.requests[request_id].num_computed_tokens,
+                    new_block_ids=(tuple(blocks),),
+                )
+                for request_id, blocks in draft.grown.items()
+            ),
             num_scheduled_tokens=draft.scheduled,
             finished_request_ids=finished,
             preempted_request_ids=frozenset(draft.preempted),
@@ -105,22 +112,17 @@ class Scheduler:
             self._release(request)
 
     def _schedule_running(self, draft: _Draft) -> None:
-        chunk, index = self.config.prefill_chunk, 0
+        chunk, size, index = self.config.prefill_chunk, self.config.block_size, 0
         while index < len(self.running) and draft.budget > 0:
             request = self.running[index]
             count = min(request.num_uncomputed_tokens, chunk, draft.budget)
-            blocks = self._blocks_for(request, count) if count > 0 else []
-            if blocks is None:
-                self._preempt(self.running.pop(), draft)
-                continue  # tries the same request again, unless it was the last itself
             if count > 0:
-                draft.cached.append(
-                    CachedRequest(
-                        request_id=request.request_id,
-                        num_computed_tokens=request.num_computed_tokens,
-                        new_block_ids=(tuple(blocks),) if blocks else (),
-                    )
-                )
+                if request.num_computed_tokens + count > len(request.block_ids) * size:
+                    blocks = self._blocks_for(request, count)
+                    if blocks is None:
+                        self._preempt(self.running.pop(), draft)
+                        continue  # tries the same request again, unless it was the last itself
+                    draft.grown[request.request_id] = blocks
                 self._take(request, count, draft)
             index += 1
 
@@ -170,7 +172,6 @@ class Scheduler:
         requests = [self.requests[request_id] for request_id in draft.scheduled]
         if any(request.num_computed_tokens + 1 != request.num_tokens for request in requests):
             return 1
-        # The blocks of the whole run are taken now; what the next plan would need anyway is not asked twice.
         num_steps = min(limit, *(request.max_total_tokens - request.num_tokens for request in requests))
         size = self.config.block_size
         while num_steps > 1:
@@ -180,14 +181,12 @@ class Scheduler:
             num_steps //= 2
         else:
             return 1
-        for index, (request, count) in enumerate(zip(requests, needed, strict=True)):
+        for request, count in zip(requests, needed, strict=True):
             if count:
                 blocks = self.pool.allocate(count)
                 assert blocks is not None
                 request.block_ids.extend(blocks)
-                cached = draft.cached[index]
-                held = cached.new_block_ids[0] if cached.new_block_ids else ()
-                draft.cached[index] = replace(cached, new_block_ids=((*held, *blocks),))
+                draft.grown.setdefault(request.request_id, []).extend(blocks)
         return num_steps
 
     def _advance(self, scheduled: dict[str, int], num_steps: int) -> list[Request]:
@@ -198,7 +197,7 @@ class Scheduler:
             request.num_computed_tokens += count
             if request.num_computed_tokens == request.num_tokens:
                 request.num_computed_tokens += num_steps - 1
-                request.num_in_flight += num_steps
+                request.sampling_ahead(num_steps)
                 sampling.append(request)
         return sampling
 

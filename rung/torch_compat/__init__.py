@@ -22,7 +22,6 @@ from rung.torch_compat.dispatch import (
     OpOverload,
     TorchDispatchMode,
     call_cpu_kernel,
-    current_raw_stream,
     end_allocation_to_pool,
     generator_key,
     is_python_op,
@@ -47,23 +46,27 @@ from rung.torch_compat.sizes import (
     unproved_relations,
     upper_bound,
 )
+from rung.torch_compat.streams import raw_stream_calls
+from rung.torch_compat.triton_compile import CompiledTriton, TritonParameter, compile_triton, triton_interpreted, triton_parameters
 from rung.torch_compat.user_code import is_user_file, place
 
 __all__ = [
     "Capture",
+    "CompiledTriton",
     "FreshSymbols",
     "NoTensorOpsError",
     "OpOverload",
     "PASS_OPTION",
     "PROBES",
     "TorchDispatchMode",
+    "TritonParameter",
     "artifact_source",
     "bounding_constant",
     "call_cpu_kernel",
     "capture_graph",
     "compile_lock",
     "compile_piece",
-    "current_raw_stream",
+    "compile_triton",
     "deserialize_artifact",
     "device_factors",
     "end_allocation_to_pool",
@@ -83,6 +86,7 @@ __all__ = [
     "node_location",
     "quiet_compiler",
     "raw_callable",
+    "raw_stream_calls",
     "readable",
     "resolved_symbol",
     "serialize_artifact",
@@ -93,6 +97,8 @@ __all__ = [
     "toolchain_factors",
     "trace_body",
     "tree_leaves",
+    "triton_interpreted",
+    "triton_parameters",
     "unproved_relations",
     "upper_bound",
     "where_fixed",

@@ -60,8 +60,3 @@ def end_allocation_to_pool(device: torch.device, handle: tuple[int, int]) -> Non
     """Take the caching allocator out of capture mode after a capture that could not be ended: until then it refuses `empty_cache` and
     retries after running out of memory (pytorch/pytorch#190308). Raises when the failed end has done it already."""
     torch._C._cuda_endAllocateToPool(device.index or 0, handle)
-
-
-def current_raw_stream(device_index: int) -> int:
-    """The handle of the current CUDA stream of a device, without the object that `torch.cuda.current_stream` builds for it."""
-    return int(torch._C._cuda_getCurrentRawStream(device_index))

@@ -25,16 +25,17 @@ from rung.compile.rows import output_dims, prove_rows
 from rung.compile.trace import TracedGraph, self_name, trace
 
 ROOT = FilePath(__file__).parents[2]
-TOY_OPS = ("rungtest::double", "rungtest::pair", "rungtest::write", "rungtest::first_rows")
+TOY_OPS = ("rungtest::double", "rungtest::pair", "rungtest::write", "rungtest::first_rows", "rungtest::host_scale")
+HOST_FACTOR = {"factor": 2.0}  # what `host_scale` reads on the host
 
 _library = torch.library.Library("rungtest", "FRAGMENT")
 
 
-def _define(schema: str, body: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
+def _define(schema: str, body: Callable[..., Any], fake: Callable[..., Any] | None = None, tags: tuple[torch.Tag, ...] = ()) -> None:
     name = schema.partition("(")[0]
     if hasattr(torch.ops.rungtest, name):
         return
-    _library.define(schema)
+    _library.define(schema, tags=tags)
     _library.impl(name, body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"rungtest::{name}", fake or body, lib=_library)
 
@@ -45,6 +46,7 @@ _define(
     "write(Tensor x, Tensor(a!) out, float scale=1.0) -> ()", lambda x, out, scale=1.0: (out.copy_(x * scale), None)[1], lambda *_: None
 )
 _define("first_rows(Tensor x, SymInt rows) -> Tensor", lambda x, rows: x[:rows].clone(), lambda x, rows: x.new_empty(rows, x.shape[1]))
+_define("host_scale(Tensor x) -> Tensor", lambda x: x * HOST_FACTOR["factor"], tags=(torch.Tag.cudagraph_unsafe,))
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

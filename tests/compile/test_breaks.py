@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rung.attention.layer import attention
-from rung.compile.breaks import _implementation, break_call
+from rung.compile.bound import Capture
+from rung.compile.breaks import _implementation, break_call, break_capture, parts
 from rung.compile.plan import OpCall, Step
 from tests.compile import cases
 
@@ -56,3 +57,44 @@ def test_attention_is_entered_directly() -> None:
     assert _implementation("rung::attention") is attention
     assert _implementation("rungtest::double") is torch.ops.rungtest.double.default
     assert cases.TOY_OPS
+
+
+def attention_break() -> Step:
+    """query 0, key 1, value 2, out 3: the write makes 4, which orders it before attention."""
+    write = OpCall("rung::kv_cache_write", (value(1), value(2), {"constant": "layer"}), {}, (4,))
+    attend = OpCall("rung::attention", (value(0), value(1), value(2), value(3), {"constant": "layer"}, value(4)), {}, ())
+    return Step("attention_01", (0, 1, 2, 3), (), calls=(write, attend))
+
+
+def test_the_cache_write_is_a_part_that_every_mode_captures() -> None:
+    first, second = parts(attention_break())
+    assert (first.name, first.inputs, first.outputs) == ("attention_01.0", (1, 2), (4,))
+    assert (second.name, second.inputs, second.outputs) == ("attention_01.1", (0, 1, 2, 3, 4), ())
+    assert (break_capture(first), break_capture(second)) == (Capture.ALWAYS, Capture.FULL)
+    assert break_capture(attention_break()) is Capture.FULL
+
+
+def test_a_break_of_equal_ops_is_one_part() -> None:
+    whole = step(OpCall("rungtest::double", (value(0),), {}, (1,)), inputs=(0,), outputs=(1,))
+    assert parts(whole) == (whole,)
+
+
+def test_an_op_that_is_tagged_unsafe_is_never_captured() -> None:
+    assert break_capture(step(OpCall("rungtest::host_scale", (value(0),), {}, (1,)), inputs=(0,), outputs=(1,))) is Capture.NEVER
+
+
+def test_parts_do_together_what_the_break_does() -> None:
+    calls = (
+        OpCall("operator::mul", (value(1), {"constant": 1}), {}, (2,)),
+        OpCall("rungtest::first_rows", (value(0), value(2)), {}, (3,)),
+        OpCall("rungtest::host_scale", (value(3),), {}, (4,)),
+        OpCall("rungtest::pair", (value(4),), {}, (5, -1), is_tuple=True),
+    )
+    whole = step(*calls, inputs=(0, 1), outputs=(5, 3))
+    given: dict[int, Any] = {0: torch.arange(6.0).view(3, 2), 1: 2}
+    wanted = break_call(whole)([given[0], given[1]])
+    cut = parts(whole)
+    assert [break_capture(part) for part in cut] == [Capture.ALWAYS, Capture.FULL, Capture.NEVER, Capture.FULL]
+    for part in cut:
+        given.update(zip(part.outputs, break_call(part)([given[number] for number in part.inputs]), strict=True))
+    assert all(torch.equal(given[number], tensor) for number, tensor in zip(whole.outputs, wanted, strict=True))

@@ -12,7 +12,7 @@ import torch
 from rung.attention import AttentionBackend, AttentionMetadata, KVCache
 from rung.attention.backends.flash_attn import FlashAttention3
 from rung.attention.backends.torch_reference import TorchReference
-from rung.attention.backends.triton_paged import TritonPaged, zero_padded_rows_triton
+from rung.attention.backends.triton_paged import PAGED_ATTENTION, WRITE_KV, TritonPaged, zero_padded_rows_triton
 from rung.attention.select import select_backend
 from tests.attention.cases import LENGTHS, NAN, T13_SLOTS, Batch, check_writes_only_its_slots, make_batch, make_spec
 
@@ -212,16 +212,11 @@ def test_reference_with_host_lengths() -> None:
 
 def test_changing_counts_compile_nothing() -> None:
     """Sizes of 1, of multiples of 16 and others share one kernel."""
-    from rung.attention.backends import triton_kernels
-
     spec = make_spec(8, 2, 64)
     backend = TritonPaged(spec)
-    device = torch.cuda.current_device()
 
     def compiled() -> int:
-        return sum(
-            len(kernel.device_caches[device][0]) for kernel in (triton_kernels.paged_attention_kernel, triton_kernels.write_kv_kernel)
-        )
+        return sum(len(launcher.loaded) for launcher in (PAGED_ATTENTION, WRITE_KV))
 
     def run(count: int, padded: int) -> None:
         batch = make_batch(spec, [(1, 20)] * count, dtype=torch.bfloat16, device="cuda", padded_requests=padded, padded_rows=padded)

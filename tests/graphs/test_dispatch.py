@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rung.attention.base import CaptureSupport
 from rung.errors import LadderError
@@ -229,3 +231,94 @@ def test_waste_cap_below_one_is_refused() -> None:
 
 def test_every_reason_has_an_advice() -> None:
     assert all(reason.advice for reason in Reason)
+
+
+def test_a_step_like_an_earlier_one_gets_the_same_decision() -> None:
+    chosen = dispatcher(ConfiguredMode.FULL_AND_PIECEWISE)
+    assert chosen.dispatch(decode(3)) is chosen.dispatch(decode(3))
+
+
+def test_a_capture_that_succeeds_later_is_used_again() -> None:
+    failed: set[Descriptor] = set()
+    chosen = Dispatcher(plan_descriptors(Ladder.up_to(8), ConfiguredMode.PIECEWISE), failed=failed)
+    first = chosen.dispatch(Shape(num_tokens=3)).descriptor
+    failed.add(first)
+    assert chosen.dispatch(Shape(num_tokens=3)).descriptor.num_tokens == 8
+    failed.discard(first)
+    assert chosen.dispatch(Shape(num_tokens=3)).descriptor == first
+
+
+def frames(num_tokens: int, size: int) -> Shape:
+    return Shape(num_tokens=num_tokens, symbols=(("frames", size),))
+
+
+def test_several_dimensions_are_planned_as_a_product() -> None:
+    planned = plan_descriptors(Ladder.custom([1, 4]), ConfiguredMode.FULL, symbols={"frames": Ladder.custom([64, 128])})
+    assert [(d.num_tokens, dict(d.symbols)["frames"]) for d in planned] == [(4, 128), (4, 64), (1, 128), (1, 64)]
+
+
+def test_least_padding_over_all_dimensions_wins() -> None:
+    long_and_narrow = Descriptor(mode=GraphMode.FULL, num_tokens=4, symbols=(("frames", 128),))
+    short_and_wide = Descriptor(mode=GraphMode.FULL, num_tokens=6, symbols=(("frames", 64),))
+    chosen = Dispatcher([long_and_narrow, short_and_wide]).dispatch(frames(4, 64))
+    assert (chosen.descriptor, chosen.padding) == (short_and_wide, 6 * 64 - 4 * 64)
+
+
+def test_each_dimension_has_its_own_waste_cap() -> None:
+    chosen = Dispatcher([Descriptor(mode=GraphMode.FULL, num_tokens=16, symbols=(("frames", 64),))])
+    assert chosen.dispatch(frames(9, 33)).descriptor.num_tokens == 16  # less than twice in each, 3.4 times in all
+    assert chosen.dispatch(frames(16, 31)).reason is Reason.PADDING
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20), st.sampled_from(["", "b"]), st.integers(0, 2)), min_size=1, max_size=12),
+    st.tuples(st.integers(1, 20), st.integers(1, 20), st.sampled_from(["", "b"]), st.integers(0, 2)),
+)
+def test_dispatch_agrees_with_the_predicate(captured: list[tuple[int, int, str, int]], step: tuple[int, int, str, int]) -> None:
+    """The bisect finds what a search over all descriptors finds."""
+
+    def values(one: tuple[int, int, str, int]) -> dict[str, object]:
+        return {"num_tokens": one[0], "symbols": (("frames", one[1]),), "variant": one[2], "adapters": one[3]}
+
+    planned = {Descriptor(mode=GraphMode.FULL, **values(one)) for one in captured}  # type: ignore[arg-type]
+    shape = Shape(**values(step))  # type: ignore[arg-type]
+    chosen = Dispatcher(planned, max_waste=None).dispatch(shape).descriptor
+    fitting = [descriptor for descriptor in planned if misfit(descriptor, shape) is None]
+    assert (chosen in fitting) if fitting else chosen.mode is GraphMode.NONE
+    assert not fitting or chosen.volume == min(descriptor.volume for descriptor in fitting)
+
+
+def test_two_query_lengths_have_full_graphs_of_their_own() -> None:
+    planned = plan_descriptors(LADDER, ConfiguredMode.FULL_AND_PIECEWISE, max_num_requests=32, uniform_query_lens=(1, 4))
+    chosen = Dispatcher(planned)
+    for query_len in (1, 4):
+        found = chosen.dispatch(decode(5, query_len))
+        assert (found.descriptor.mode, found.descriptor.uniform_query_len, found.reason) == (GraphMode.FULL, query_len, Reason.BEST)
+    assert chosen.dispatch(decode(5, 3)).reason is Reason.QUERY_LENGTH
+    assert sum(d.mode is GraphMode.PIECEWISE for d in planned) == 51
+
+
+def test_single_token_backend_runs_longer_decodes_piecewise_and_says_why() -> None:
+    single = CaptureSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    options = {"max_num_requests": 32, "uniform_query_lens": (1, 4), "capture_support": single}
+    planned = plan_descriptors(LADDER, ConfiguredMode.FULL_AND_PIECEWISE, **options)  # type: ignore[arg-type]
+    chosen = Dispatcher(planned, resolved=resolve_mode(ConfiguredMode.FULL_AND_PIECEWISE, single, uniform_query_len=4))
+    assert chosen.dispatch(decode(5)).reason is Reason.BEST
+    found = chosen.dispatch(decode(5, 4))
+    assert (found.descriptor.mode, found.reason) == (GraphMode.PIECEWISE, Reason.BACKEND_LIMIT)
+
+
+def test_adapters_and_variants_are_keys() -> None:
+    planned = plan_descriptors(Ladder.up_to(4), ConfiguredMode.PIECEWISE, adapters=(0, 1, 4), variants=("", "draft"))
+    chosen = Dispatcher(planned)
+    assert chosen.dispatch(Shape(num_tokens=2, adapters=2)).descriptor.adapters == 4
+    assert chosen.dispatch(Shape(num_tokens=2, adapters=5)).reason is Reason.ADAPTERS
+    assert chosen.dispatch(Shape(num_tokens=2, variant="draft")).descriptor.variant == "draft"
+    assert chosen.dispatch(Shape(num_tokens=2, variant="other")).descriptor.mode is GraphMode.NONE
+
+
+def test_a_full_graph_that_a_break_cuts_says_so() -> None:
+    resolved = resolve_mode(ConfiguredMode.FULL, host_breaks=True)
+    chosen = Dispatcher(plan_descriptors(Ladder.up_to(4), ConfiguredMode.FULL), resolved=resolved)
+    found = chosen.dispatch(Shape(num_tokens=2))
+    assert found.counter == "step.full.host_break"

@@ -15,7 +15,7 @@ from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ConfigError, LadderError, PaddingError, UnsupportedModuleError
 from rung.graphs.wrapped import WrappedGraphs
-from tests.compile.cases import double, uncompiled
+from tests.compile.cases import HOST_FACTOR, double, uncompiled
 
 ROWS = {0: "rows"}
 
@@ -372,3 +372,27 @@ def test_release_captures_again() -> None:
     target.release()
     torch.testing.assert_close(target(x), twice(x))
     assert target.counters[Count.CAPTURES] == 2
+
+
+@pytest.mark.parametrize(("max_waste", "counted"), [(2.0, "step.none.padding"), (4.0, "step.full.best"), (None, "step.full.best")])
+def test_a_call_is_not_padded_beyond_the_waste_cap(max_waste: float | None, counted: str) -> None:
+    target = graphed(twice, torch.randn(3, 4), pad=("rows",), capture_sizes=(8, 64), max_waste=max_waste)
+    x = torch.randn(20, 4)
+    torch.testing.assert_close(target(x), twice(x))
+    assert steps(target) == {counted: 1}
+
+
+def test_a_break_that_decides_on_the_host_cuts_a_full_graph_and_stays_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = torch.ops.rungtest.host_scale(double(x + 1))
+        return double(scaled - 1) + 2
+
+    target = graphed(forward, torch.randn(3, 4), graphs="full")
+    for factor in (2.0, 5.0):
+        monkeypatch.setitem(HOST_FACTOR, "factor", factor)
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(target(x), (double(x + 1) * factor - 1) * 2 + 2)
+    assert steps(target) == {"step.full.host_break": 2}
+    assert target._manager is not None
+    (descriptor,) = target._manager.captured
+    assert target._manager.program(descriptor).launches == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rung.attention import CaptureSupport
+from rung.attention import AttentionBackend, CaptureSupport
+from rung.attention.backends.torch_reference import TorchReference
 from rung.compile.bound import BoundStep, StepRunner
 from rung.counters import Count
 from rung.graphs import ConfiguredMode, Dispatcher, GraphMode, Ladder, make_backend, plan_descriptors
 from rung.runner import Engine, InProcessExecutor, ModelRunner, NewRequest, RunnerConfig, SamplingParams, Scheduler, StepPlan
-from rung.runner.batch import dummy_batch
+from rung.runner.batch import Batch, dummy_batch, gather_batch
 from rung.runner.graph_forward import GraphForward
 from tests.runner.tiny import HEAD_SIZE, HEADS, HIDDEN, KV_HEADS, VOCAB, PlainAttention, TinyLayer, TinyModel
 
@@ -97,13 +99,22 @@ class HandPlan:
         return self.restore(self.run_steps(inputs, lambda step, arguments: step.call(arguments)), inputs)
 
 
-def make(mode: ConfiguredMode, *, lazy: bool = False, top: int = 16, **sizes: Any) -> tuple[Engine, ModelRunner, GraphForward]:
+def make(
+    mode: ConfiguredMode,
+    *,
+    lazy: bool = False,
+    top: int = 16,
+    backend: type[AttentionBackend] = DeviceAttention,
+    query_lens: tuple[int, ...] = (1,),
+    **sizes: Any,
+) -> tuple[Engine, ModelRunner, GraphForward]:
     model = TinyModel()
     values = {"max_num_requests": 6, "max_num_tokens": 16, "max_model_len": 64, "num_blocks": 40, "block_size": 4, **sizes}
     config = RunnerConfig(**values)
-    descriptors = plan_descriptors(Ladder.up_to(top), mode, max_num_requests=config.max_num_requests)
+    limits = {"max_num_requests": config.max_num_requests, "uniform_query_lens": query_lens, "capture_support": backend.capture_support}
+    descriptors = plan_descriptors(Ladder.up_to(top), mode, **limits)  # type: ignore[arg-type]
     forward = GraphForward(HandPlan(model), make_backend("cpu", "recorded"), descriptors, config, vocab_size=VOCAB, device="cpu")
-    runner = ModelRunner(model, config, backend=DeviceAttention, forward=forward)
+    runner = ModelRunner(model, config, backend=backend, forward=forward)
     forward.capture(runner.dummy_context, lazy=lazy)
     return Engine(InProcessExecutor(runner), Scheduler(config, runner.num_blocks), vocab_size=VOCAB), runner, forward
 
@@ -195,3 +206,60 @@ def test_nothing_stale_is_read() -> None:
         forward.manager.poison()
         done |= {u.request_id: list(u.completion.token_ids) for u in engine.step() if u.completion}
     assert done == {str(i): runner.module.greedy(prompt, 6) for i, prompt in enumerate(prompts)}
+
+
+@pytest.mark.parametrize("backend", [DeviceAttention, TorchReference])
+def test_mixed_batches_run_in_one_full_graph_where_lengths_are_read_on_the_device(backend: type[AttentionBackend]) -> None:
+    engine, runner, forward = make(ConfiguredMode.FULL, backend=backend)
+    assert all(forward.manager.program(descriptor).launches == 1 for descriptor in forward.manager.captured)
+    engine.add_request([5, 6, 7], SamplingParams(max_tokens=8), request_id="early")
+    engine.step()
+    before = dict(forward.manager.counters)
+    engine.add_request([8, 9, 10, 11, 12], SamplingParams(max_tokens=4), request_id="late")
+    forward.manager.poison()
+    engine.step()  # one decode beside a prompt of five
+    counts = forward.manager.counters
+    assert counts["step.full.best"] - before["step.full.best"] == 1
+    done = {}
+    while engine.has_work:
+        forward.manager.poison()
+        done |= {u.request_id: list(u.completion.token_ids) for u in engine.step() if u.completion}
+    assert done == {"early": runner.module.greedy([5, 6, 7], 8), "late": runner.module.greedy([8, 9, 10, 11, 12], 4)}
+    assert [name for name in counts if name.startswith("step.")] == ["step.full.best"]
+
+
+def test_a_full_graph_of_mixed_batches_serves_one_whose_lengths_were_never_captured() -> None:
+    engine, runner, forward = make(ConfiguredMode.FULL, backend=TorchReference)
+    prompts = [[1], list(range(2, 15)), [20, 21], list(range(30, 37)), [40, 41, 42]]
+    completions = engine.generate(prompts, SamplingParams(max_tokens=5))
+    assert [list(c.token_ids) for c in completions] == [runner.module.greedy(prompt, 5) for prompt in prompts]
+    assert {name for name in forward.manager.counters if name.startswith("step.")} == {"step.full.best"}
+
+
+@pytest.mark.parametrize("backend", [DeviceAttention, TorchReference])
+def test_three_tokens_a_request_run_in_a_full_graph_of_that_query_length(backend: type[AttentionBackend]) -> None:
+    """As a step that checks drafts would: the batch of equal chunks is offered to the dispatcher as a uniform one."""
+    _, runner, forward = make(ConfiguredMode.FULL_AND_PIECEWISE, backend=backend, query_lens=(1, 3))
+    ids = {name: tuple(range(first, first + 6)) for name, first in (("a", 1), ("b", 11), ("c", 21))}
+    requests = tuple(
+        NewRequest(request_id=name, token_ids=tokens, prompt_len=6, block_ids=((2 * n + 1, 2 * n + 2),), sampling=SamplingParams())
+        for n, (name, tokens) in enumerate(ids.items())
+    )
+    chunks = dict.fromkeys(ids, 3)
+    runner.execute_model(StepPlan(new_requests=requests, num_scheduled_tokens=chunks))
+    runner.sample_tokens()
+    batch = replace(gather_batch(chunks, runner.slots), uniform_query_len=3)
+    exactly = run_batch(runner, forward, batch, GraphMode.NONE)
+    descriptor = forward.dispatch(batch).descriptor
+    assert (descriptor.mode, descriptor.uniform_query_len, descriptor.num_requests) == (GraphMode.FULL, 3, 3)
+    forward.manager.poison()
+    torch.testing.assert_close(run_batch(runner, forward, batch, GraphMode.FULL), exactly)
+
+
+def run_batch(runner: ModelRunner, forward: GraphForward, batch: Batch, best: GraphMode) -> torch.Tensor:
+    """Hidden states of the batch's tokens; nothing is advanced."""
+    with torch.no_grad():
+        prepared = runner.prepare(batch, forward.dispatch(batch, best=best))
+        rows = prepared.dispatch.num_tokens
+        ids, positions = runner.buffers.input_ids[:rows], runner.buffers.positions[:rows]
+        return forward.run(prepared.dispatch, ids, positions, prepared.context)[: batch.num_tokens].clone()

@@ -5,33 +5,24 @@ from __future__ import annotations
 import functools
 import importlib.util
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 import torch
 
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
 from rung.errors import ConfigError
+from rung.launch import TritonLauncher
+from rung.torch_compat import triton_interpreted
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_SPLITS = 64
 _KEYS_A_SPLIT = 128  # a smaller share is not worth its part of the reduce
 
-
-@functools.cache
-def _kernels() -> ModuleType:
-    """The kernels' module; imported late, so that installations without Triton can import this file."""
-    from rung.attention.backends import triton_kernels
-
-    return triton_kernels
-
-
-@functools.cache
-def interpreted() -> bool:
-    """Whether Triton runs its kernels in the interpreter (TRITON_INTERPRET=1, read by Triton itself)."""
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
+_KERNELS = "rung.attention.backends.triton_kernels"  # named, not imported: it needs Triton, which a warm start does without
+WRITE_KV = TritonLauncher(_KERNELS, "write_kv_kernel")
+PAGED_ATTENTION = TritonLauncher(_KERNELS, "paged_attention_kernel")
+REDUCE_SPLITS = TritonLauncher(_KERNELS, "reduce_splits_kernel")
+ZERO_PADDED_ROWS = TritonLauncher(_KERNELS, "zero_padded_rows_kernel")
 
 
 @functools.cache
@@ -39,7 +30,7 @@ def why_no_triton(device: torch.device) -> str | None:
     """The reason why Triton kernels cannot run on `device`, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if device.type != "cuda" and not interpreted():
+    if device.type != "cuda" and not triton_interpreted():
         return f"Triton kernels need a CUDA device, not {device.type!r}"
     return None
 
@@ -108,7 +99,8 @@ def write_kv_triton(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot
     stride = _cache_strides(cache)
     columns = padded(head_size)
     heads = min(1 << (num_kv_heads - 1).bit_length(), max(1, 2048 // columns))
-    _kernels().write_kv_kernel[(num_tokens, -(-num_kv_heads // heads))](
+    WRITE_KV.run(
+        (num_tokens, -(-num_kv_heads // heads), 1),
         _rows(key, "key"), _rows(value, "value"), cache.key, cache.value, slot_mapping,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), stride[0], stride[1], stride[2],
         NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=cache.block_size, HEADS=heads, COLUMNS=columns, num_warps=4,
@@ -122,9 +114,10 @@ def zero_padded_rows_triton(out: torch.Tensor, query_start_loc: torch.Tensor) ->
     row = out.shape[1] * out.shape[2]
     if out.stride(1) != out.shape[2] or out.stride(2) != 1:
         raise ConfigError(f"out: rows must be contiguous, strides are {out.stride()}", hint="pass a contiguous output")
-    _kernels().zero_padded_rows_kernel[(out.shape[0],)](
-        out, query_start_loc, query_start_loc.shape[0] - 1, out.stride(0), ROW=row, STEP=min(padded(row), 2048), num_warps=4
-    )
+    ZERO_PADDED_ROWS.run(
+        (out.shape[0], 1, 1),
+        out, query_start_loc, query_start_loc.shape[0] - 1, out.stride(0), ROW=row, STEP=min(padded(row), 2048), num_warps=4,
+    )  # fmt: skip
 
 
 def _rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -186,10 +179,11 @@ class TritonPaged(AttentionBackend):
         stride = _cache_strides(cache)
         columns = padded(head_size)
         blocks = query_blocks(num_tokens, metadata.num_requests, launch.block_q)
-        _kernels().paged_attention_kernel[(blocks, spec.num_kv_heads, launch.splits)](
+        PAGED_ATTENTION.run(
+            (blocks, spec.num_kv_heads, launch.splits),
             _rows(query, "query"), _rows(out, "out"), cache.key, cache.value,
             metadata.query_start_loc, metadata.seq_lens, metadata.block_table, sums, scales,
-            num_tokens, metadata.num_requests, spec.scale, spec.soft_cap or 1.0,
+            num_tokens, metadata.num_requests, float(spec.scale), float(spec.soft_cap or 1.0),
             query.stride(0), query.stride(1), out.stride(0), out.stride(1), stride[0], stride[1], stride[2],
             metadata.block_table.stride(0),
             GROUP=num_heads // spec.num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=cache.block_size,
@@ -198,7 +192,8 @@ class TritonPaged(AttentionBackend):
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
         if launch.splits > 1:
-            _kernels().reduce_splits_kernel[(num_tokens, num_heads)](
+            REDUCE_SPLITS.run(
+                (num_tokens, num_heads, 1),
                 out, sums, scales, launch.splits, out.stride(0), out.stride(1),
                 HEAD_SIZE=head_size, COLUMNS=columns, MAX_SPLITS=_MAX_SPLITS, STEP=16, num_warps=2,
             )  # fmt: skip

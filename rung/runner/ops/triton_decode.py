@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
 from rung.attention import PAD_SLOT
+from rung.launch import TritonLauncher
 from rung.runner.ops.decode_base import MAX_STOP_IDS, DecodeOps, DecodeState, RowSampling
 
 if TYPE_CHECKING:
@@ -16,23 +15,21 @@ if TYPE_CHECKING:
     from rung.runner.inputs import InputBuffers
     from rung.runner.slots import RequestSlots
 
+_KERNELS = "rung.runner.ops.triton_decode_kernels"  # named, not imported: it needs Triton, which a warm start does without
+DECODE_INPUTS = TritonLauncher(_KERNELS, "decode_inputs_kernel")
+SAMPLE_CHUNK = TritonLauncher(_KERNELS, "sample_chunk_kernel")
+SAMPLE_ROW = TritonLauncher(_KERNELS, "sample_row_kernel")
+
 _BLOCK = 128  # columns of a block table a program
 _CHUNK = 2048  # tokens of the vocabulary a program
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    """The kernels' module; imported late, so that installations without Triton can import this file."""
-    from rung.runner.ops import triton_decode_kernels
-
-    return triton_decode_kernels
 
 
 class TritonDecodeOps(DecodeOps):
     """Equal to `TorchDecodeOps`, but for the last bits of the noise's logarithms."""
 
     def inputs(self, slots: RequestSlots, table: BlockTable, buffers: InputBuffers, num_rows: int) -> None:
-        _kernels().decode_inputs_kernel[(num_rows, -(-table.max_blocks // _BLOCK))](
+        DECODE_INPUTS.run(
+            (num_rows, -(-table.max_blocks // _BLOCK), 1),
             buffers.idx_mapping, buffers.query_start_loc, slots.num_computed_tokens, slots.prefill_len, slots.all_token_ids,
             slots.last_sampled_tokens, table.table, table.num_blocks,
             buffers.input_ids, buffers.positions, buffers.seq_lens, table.batch, table.slot_mapping,
@@ -46,11 +43,13 @@ class TritonDecodeOps(DecodeOps):
         num_chunks = -(-vocab // _CHUNK)
         values = torch.empty(rows, num_chunks, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(rows, num_chunks, dtype=torch.int32, device=logits.device)
-        _kernels().sample_chunk_kernel[(rows, num_chunks)](
+        SAMPLE_CHUNK.run(
+            (rows, num_chunks, 1),
             logits, buffers.idx_mapping, buffers.seq_lens, sampling.temperature, sampling.seed, state.step, values, tokens,
             vocab, logits.stride(0), num_chunks, CHUNK=_CHUNK,
         )  # fmt: skip
-        _kernels().sample_row_kernel[(rows,)](
+        SAMPLE_ROW.run(
+            (rows, 1, 1),
             values, tokens, buffers.idx_mapping, buffers.seq_lens, slots.prefill_len, sampling.stop_ids, state.enabled, state.step,
             state.history, slots.num_computed_tokens_storage, slots.total_len_storage, slots.last_sampled_storage,
             slots.all_token_ids_storage, num_chunks, state.history.shape[0], state.history.stride(0), slots.max_model_len,

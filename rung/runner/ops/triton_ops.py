@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from rung.attention import PAD_SLOT
+from rung.launch import TritonLauncher
 from rung.runner.ops.base import StepOps
 from rung.runner.ops.triton_decode import TritonDecodeOps
 
 if TYPE_CHECKING:
     from rung.runner.slots import RequestSlots
 
+_KERNELS = "rung.runner.ops.triton_step_kernels"  # named, not imported: it needs Triton, which a warm start does without
+SCATTER = TritonLauncher(_KERNELS, "scatter_kernel")
+POSITIONS_AND_LENGTHS = TritonLauncher(_KERNELS, "positions_and_lengths_kernel")
+PREFILL_IDS = TritonLauncher(_KERNELS, "prefill_ids_kernel")
+LAST_SAMPLED_IDS = TritonLauncher(_KERNELS, "last_sampled_ids_kernel")
+LOGITS_INDICES = TritonLauncher(_KERNELS, "logits_indices_kernel")
+GATHER_BLOCK_TABLE = TritonLauncher(_KERNELS, "gather_block_table_kernel")
+SLOT_MAPPING = TritonLauncher(_KERNELS, "slot_mapping_kernel")
+NUM_SAMPLED = TritonLauncher(_KERNELS, "num_sampled_kernel")
+ADVANCE = TritonLauncher(_KERNELS, "advance_kernel")
+
 _BLOCK = 128  # rows a program; also columns, where rows are wide
 
 
-@functools.cache
-def _kernels() -> ModuleType:
-    """The kernels' module; imported late, so that installations without Triton can import this file."""
-    from rung.runner.ops import triton_step_kernels
-
-    return triton_step_kernels
-
-
-def _grid(count: int) -> tuple[int]:
-    return (-(-count // _BLOCK),)
+def _grid(count: int) -> tuple[int, int, int]:
+    return -(-count // _BLOCK), 1, 1
 
 
 class TritonStepOps(StepOps):
     """Equal to `TorchStepOps` in every value, except that rows which must not be written are skipped instead of sent to a spare row.
 
-    A kernel compiles at its first call, so whoever captures an operation calls it once before."""
+    A kernel compiles, or is loaded, at its first call, so whoever captures an operation calls it once before."""
 
     name: ClassVar[str] = "triton"
     decode = TritonDecodeOps()
@@ -41,7 +43,7 @@ class TritonStepOps(StepOps):
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
         assert target.is_contiguous()
         count = index.shape[0]
-        _kernels().scatter_kernel[_grid(count)](target, index, values, count, BLOCK=_BLOCK)
+        SCATTER.run(_grid(count), target, index, values, count, BLOCK=_BLOCK)
 
     def positions_and_lengths(
         self,
@@ -53,7 +55,8 @@ class TritonStepOps(StepOps):
         num_rows: int,
     ) -> None:
         num_slots = idx_mapping.shape[0]
-        _kernels().positions_and_lengths_kernel[_grid(max(num_rows, num_slots))](
+        POSITIONS_AND_LENGTHS.run(
+            _grid(max(num_rows, num_slots)),
             idx_mapping, query_start_loc, num_computed_tokens, positions, seq_lens, num_rows, num_slots,
             SEARCH_STEPS=num_slots.bit_length(), BLOCK=_BLOCK,
         )  # fmt: skip
@@ -69,7 +72,8 @@ class TritonStepOps(StepOps):
         num_rows: int,
     ) -> None:
         num_slots = idx_mapping.shape[0]
-        _kernels().prefill_ids_kernel[_grid(num_rows)](
+        PREFILL_IDS.run(
+            _grid(num_rows),
             idx_mapping, query_start_loc, positions, prefill_len, all_token_ids, input_ids, num_rows, num_slots, all_token_ids.stride(0),
             SEARCH_STEPS=num_slots.bit_length(), BLOCK=_BLOCK,
         )  # fmt: skip
@@ -85,23 +89,25 @@ class TritonStepOps(StepOps):
         num_rows: int,
     ) -> None:
         num_slots = idx_mapping.shape[0]
-        _kernels().last_sampled_ids_kernel[_grid(num_rows)](
+        LAST_SAMPLED_IDS.run(
+            _grid(num_rows),
             idx_mapping, query_start_loc, positions, prefill_len, last_sampled_tokens, input_ids, num_rows, num_slots,
             SEARCH_STEPS=num_slots.bit_length(), BLOCK=_BLOCK,
         )  # fmt: skip
 
     def logits_indices(self, query_start_loc: torch.Tensor, num_requests: int) -> torch.Tensor:
         out = torch.empty(num_requests, dtype=torch.int64, device=query_start_loc.device)
-        _kernels().logits_indices_kernel[_grid(num_requests)](query_start_loc, out, num_requests, BLOCK=_BLOCK)
+        LOGITS_INDICES.run(_grid(num_requests), query_start_loc, out, num_requests, BLOCK=_BLOCK)
         return out
 
     def gather_block_table(
         self, idx_mapping: torch.Tensor, table: torch.Tensor, num_blocks: torch.Tensor, out: torch.Tensor, num_rows: int
     ) -> None:
         max_blocks = table.shape[1]
-        _kernels().gather_block_table_kernel[(num_rows, *_grid(max_blocks))](
-            idx_mapping, table, num_blocks, out, max_blocks, table.stride(0), num_blocks.stride(0), out.stride(0), BLOCK=_BLOCK
-        )
+        GATHER_BLOCK_TABLE.run(
+            (num_rows, _grid(max_blocks)[0], 1),
+            idx_mapping, table, num_blocks, out, max_blocks, table.stride(0), num_blocks.stride(0), out.stride(0), BLOCK=_BLOCK,
+        )  # fmt: skip
 
     def slot_mapping(
         self,
@@ -114,14 +120,15 @@ class TritonStepOps(StepOps):
         num_rows: int,
     ) -> None:
         num_slots, size = idx_mapping.shape[0], out.shape[0]
-        _kernels().slot_mapping_kernel[_grid(size)](
+        SLOT_MAPPING.run(
+            _grid(size),
             idx_mapping, query_start_loc, positions, table, out, num_rows, num_slots, size, table.shape[1], table.stride(0),
             BLOCK_SIZE=block_size, PAD=PAD_SLOT, SEARCH_STEPS=num_slots.bit_length(), BLOCK=_BLOCK,
         )  # fmt: skip
 
     def num_sampled(self, idx_mapping: torch.Tensor, seq_lens: torch.Tensor, prefill_len: torch.Tensor, num_requests: int) -> torch.Tensor:
         out = torch.empty(num_requests, dtype=torch.int32, device=idx_mapping.device)
-        _kernels().num_sampled_kernel[_grid(num_requests)](idx_mapping, seq_lens, prefill_len, out, num_requests, BLOCK=_BLOCK)
+        NUM_SAMPLED.run(_grid(num_requests), idx_mapping, seq_lens, prefill_len, out, num_requests, BLOCK=_BLOCK)
         return out
 
     def advance(
@@ -133,7 +140,8 @@ class TritonStepOps(StepOps):
         num_sampled: torch.Tensor,
     ) -> None:
         num_requests, ids = sampled.shape[0], slots.all_token_ids_storage
-        _kernels().advance_kernel[_grid(num_requests)](
+        ADVANCE.run(
+            _grid(num_requests),
             idx_mapping, query_start_loc, sampled, num_sampled,
             slots.num_computed_tokens_storage, slots.total_len_storage, slots.last_sampled_storage, ids,
             num_requests, slots.max_model_len, ids.stride(0), BLOCK=_BLOCK,

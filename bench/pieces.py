@@ -1,5 +1,5 @@
 # ruff: noqa: N803
-"""What cutting a decode step into pieces costs, one thing changed at a time: `python -m bench.bench_pieces --out pieces.json`. Needs a GPU.
+"""What cutting a decode step into pieces costs, one thing changed at a time: `python -m bench.pieces --out pieces.json`. Needs a GPU.
 
 The step has the shape of an 8B decoder: 32 layers of qkv, o, gate/up, down through cuBLAS and three small Triton kernels, cut at attention
 into 33 pieces. The break is a small copy kernel, or (`--attention`) rung's paged attention over 128 keys. Read the columns together:

@@ -1,0 +1,113 @@
+"""Images of our own Triton kernels: from the store where it has them, else compiled and kept there.
+
+A kernel is named by the module and the function that hold it. The keys are over the module's source text, so a warm start imports neither
+the module nor Triton; everything that a kernel calls lies in its module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rung.cache import Store, key_of
+from rung.errors import ArtifactError, CacheError, KernelExportError
+from rung.launch.image import KernelImage
+from rung.launch.specialise import Specialisation
+from rung.launch.triton_export import export_triton
+from rung.torch_compat import TritonParameter, triton_parameters
+
+_FORMAT = 1
+_IMAGES = "kernels"
+_PARAMETERS = "kernel-parameters"
+
+
+class TritonImages:
+    """The images of one kernel. `compiles` and `store_hits` count where they came from; `unsaved` says why the last was not kept, or is
+    empty."""
+
+    def __init__(self, module: str, name: str, store: Store) -> None:
+        self.module, self.name, self.store = module, name, store
+        self.compiles = self.store_hits = 0
+        self.unsaved = ""
+        self._factors = {"format": _FORMAT, "module": module, "kernel": name, "source": _source_hash(module), "triton": _triton_version()}
+
+    def parameters(self) -> tuple[TritonParameter, ...]:
+        """The kernel's parameters."""
+        key = key_of(self._factors)
+        if (found := self._read(lambda: self.store.get_manifest(_PARAMETERS, key))) is not None:
+            return tuple(TritonParameter(**parameter) for parameter in found["parameters"])
+        parameters = triton_parameters(self.kernel())
+        manifest = {"factors": self._factors, "parameters": [asdict(parameter) for parameter in parameters]}
+        self._write(lambda: self.store.put_manifest(_PARAMETERS, key, manifest))
+        return parameters
+
+    def image(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> KernelImage:
+        """The image for a specialisation. Raises `KernelExportError` when it does not compile."""
+        factors = {
+            **self._factors,
+            "capability": capability,
+            "kinds": dict(specialisation.kinds),
+            "constants": {name: repr(value) for name, value in specialisation.constants.items()},
+            "divisible_by_16": sorted(specialisation.divisible_by_16),
+            "options": {name: repr(value) for name, value in options.items()},
+        }
+        key = key_of(factors)
+        found: KernelImage | None = self._read(lambda: self._stored(key))
+        if found is not None:
+            self.store_hits += 1
+            return found
+        image = export_triton(
+            self.kernel(),
+            specialisation.kinds,
+            specialisation.constants,
+            divisible_by_16=specialisation.divisible_by_16,
+            options=options,
+            capability=capability,
+        )
+        self.compiles += 1
+        self._write(lambda: self._keep(key, factors, image))
+        return image
+
+    def kernel(self) -> Any:
+        """The `@triton.jit` function itself; imports Triton."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+    def _stored(self, key: str) -> KernelImage | None:
+        manifest = self.store.get_manifest(_IMAGES, key)
+        return None if manifest is None else KernelImage.from_bytes(self.store.get_blob(manifest["image"]))
+
+    def _keep(self, key: str, factors: Mapping[str, object], image: KernelImage) -> None:
+        self.store.put_manifest(_IMAGES, key, {"factors": dict(factors), "image": self.store.put_blob(image.to_bytes())})
+
+    def _read(self, get: Callable[[], Any]) -> Any:
+        try:
+            return get()
+        except ArtifactError as error:
+            self.unsaved = error.message
+            return None
+
+    def _write(self, put: Callable[[], None]) -> None:
+        try:
+            put()
+        except CacheError as error:  # a store that cannot be written costs the next process a compile, and this one nothing
+            self.unsaved = error.message
+
+
+def _source_hash(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise KernelExportError(f"there is no module {module}", hint="name the module that holds the kernel")
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "not installed"

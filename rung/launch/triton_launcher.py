@@ -1,0 +1,182 @@
+"""Launching a Triton kernel of ours without Triton's own launcher."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rung import config
+from rung.cache import Store
+from rung.errors import KernelArgumentError, KernelExportError
+from rung.launch.driver import CudaDriver, Driver, Launcher, why_no_cuda_bindings
+from rung.launch.image import GLOBAL_SCRATCH, PROFILE_SCRATCH, KernelImage, Parameter
+from rung.launch.kernel import LoadedKernel, launch_attributes
+from rung.launch.packing import ParameterBuffer
+from rung.launch.specialise import generate_run, specialise
+from rung.launch.triton_images import TritonImages
+from rung.torch_compat import TritonParameter, triton_interpreted
+
+_MAX_KEYS = 4096  # integers enter the key as they are, and a caller's may be endless; images do not multiply with them
+
+
+def launch_road() -> str:
+    """How our Triton kernels are launched in this process: "prebound", or "triton: " and the reason."""
+    if triton_interpreted():
+        return "triton: its interpreter is on"
+    return "prebound" if (reason := why_no_cuda_bindings()) is None else f"triton: {reason}"
+
+
+class TritonLauncher:
+    """One Triton kernel: `run(grid, *arguments, **constexprs_and_options)`, the grid always of three numbers.
+
+    * Each specialisation has one image, compiled at the first call that needs it or taken from the store, and loaded once a device. Both
+      may allocate and wait: whoever captures a call makes it once before.
+    * The kernel runs on the current stream of the device of its first tensor; any thread may call.
+    * Arguments are tensors, ints and floats, each of the type that it had in the first call; constexprs and options go by name.
+    * Where `launch_road()` is not "prebound" (or `road` is given), Triton's own launcher runs the kernel.
+    """
+
+    def __init__(
+        self, module: str, name: str, *, driver: Driver | None = None, store: Store | None = None, road: str | None = None
+    ) -> None:
+        self.module, self.name = module, name
+        self.run: Callable[..., None] = self._first_run
+        self._driver, self._store, self._road = driver, store, road
+        self._lock = threading.RLock()
+        self._by_key: dict[Any, _Entry] = {}
+        self._by_image: dict[Any, _Entry] = {}
+
+    @functools.cached_property
+    def images(self) -> TritonImages:
+        return TritonImages(self.module, self.name, self._store or Store(config.cache_dir()))
+
+    @functools.cached_property
+    def road(self) -> str:
+        """How this kernel is launched, a `launch_road()`."""
+        return self._road or launch_road()
+
+    @property
+    def loaded(self) -> list[LoadedKernel]:
+        """The specialisations that were launched in this process."""
+        return [entry.loaded for entry in self._by_image.values()]
+
+    @functools.cached_property
+    def parameters(self) -> tuple[TritonParameter, ...]:
+        return self.images.parameters()
+
+    @functools.cached_property
+    def driver(self) -> Driver:
+        return self._driver or CudaDriver()
+
+    def _first_run(self, grid: tuple[int, int, int], *values: Any, **named: Any) -> None:
+        """Choose the road, and become it."""
+        with self._lock:
+            if self.run == self._first_run:
+                self.run = self._prebound(values) if self.road == "prebound" else self._through_triton()
+        self.run(grid, *values, **named)
+
+    def _through_triton(self) -> Callable[..., None]:
+        kernel = self.images.kernel()
+
+        def run(grid: tuple[int, int, int], *values: Any, **named: Any) -> None:
+            kernel[grid](*values, **named)
+
+        return run
+
+    def _prebound(self, values: Sequence[Any]) -> Callable[..., None]:
+        current_device, current_stream = self.driver.stream_calls()
+        return generate_run(
+            self.parameters,
+            values,
+            {
+                "find": self._by_key.get,
+                "miss": self._miss,
+                "refused": self._refused,
+                "elsewhere": self._elsewhere,
+                "current_device": current_device,
+                "current_stream": current_stream,
+            },
+        )
+
+    def _miss(self, key: tuple[Any, ...], values: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]) -> _Entry:
+        with self._lock:
+            entry = self._entry(values, constants, options)
+            if len(self._by_key) >= _MAX_KEYS:
+                self._by_key.clear()
+            self._by_key[key] = entry
+            return entry
+
+    def _entry(self, values: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]) -> _Entry:
+        """The loaded kernel for these arguments, which all lie on one CUDA device."""
+        ordinals = {value.get_device() for value in values if hasattr(value, "get_device")}
+        if len(ordinals) > 1 or -1 in ordinals:
+            places = ", ".join(sorted({str(value.device) for value in values if hasattr(value, "device")}))
+            raise KernelArgumentError(f"{self.name}: tensors lie on {places}", hint="all tensors of a launch lie on one CUDA device")
+        (ordinal,) = ordinals
+        specialisation = specialise(self.parameters, values, constants)
+        identity = (
+            ordinal,
+            tuple(specialisation.kinds.items()),
+            tuple((name, repr(value)) for name, value in specialisation.constants.items()),
+            specialisation.divisible_by_16,
+            tuple(options.items()),
+        )
+        if identity not in self._by_image:
+            image = self.images.image(specialisation, options, self.driver.capability(ordinal))
+            arguments = [p.name for p in self.parameters if not p.constexpr]
+            self._by_image[identity] = _Entry(LoadedKernel(image, ordinal, self.driver), arguments)
+        return self._by_image[identity]
+
+    def _refused(
+        self,
+        ordinal: int,
+        grid: tuple[int, int, int],
+        entry: _Entry,
+        values: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        """A number did not fit: either it needs a wider parameter, which is another image, or it is of another type."""
+        for parameter, value in zip(entry.buffer.parameters, values, strict=False):
+            if isinstance(value, float) and parameter.kind in ("i32", "i64", "u64"):
+                raise KernelArgumentError(f"{self.name}: {parameter.name} is {value}, and was an integer before", hint="pass an int")
+        numbers = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in values]
+        with self._lock:
+            wider = self._entry(values, constants, options)
+        with wider.lock:
+            wider.buffer.set_all(numbers)
+            self._elsewhere(ordinal, wider, grid)
+
+    def _elsewhere(self, ordinal: int, entry: _Entry, grid: tuple[int, int, int]) -> None:
+        """Launch on a device that need not be the current one."""
+        with self.driver.device(ordinal):
+            entry.launch(*grid, self.driver.stream_calls()[1](ordinal))
+
+
+class _Entry:
+    """One specialisation on one device: the loaded kernel, its parameter bytes, its lock. Every argument of the kernel has a place in the
+    bytes, so that packing is the same for all specialisations; the table lists those that the machine code takes."""
+
+    __slots__ = ("buffer", "bytes", "launch", "loaded", "lock", "pack_into")
+
+    def __init__(self, loaded: LoadedKernel, arguments: Sequence[str]) -> None:
+        image = loaded.image
+        if image.global_scratch.size or image.profile_scratch.size:
+            raise KernelExportError(f"{image.entry} needs scratch memory", hint="export it, and launch it as a PreboundKernel")
+        taken = {parameter.name: parameter for parameter in image.parameters}
+        places = [taken.get(name, Parameter(name, "i64")) for name in arguments]  # what was specialised away is a number
+        places += [Parameter(name, name) for name in (GLOBAL_SCRATCH, PROFILE_SCRATCH) if name in taken]
+        index = {parameter.name: number for number, parameter in enumerate(places)}
+        self.loaded = loaded
+        self.lock = threading.Lock()
+        self.buffer = ParameterBuffer(places, [index[parameter.name] for parameter in image.parameters])
+        self.bytes, self.pack_into = self.buffer.bytes, self.buffer.pack_into
+        self.launch = _launch(loaded, image, self.buffer)
+
+
+def _launch(loaded: LoadedKernel, image: KernelImage, buffer: ParameterBuffer) -> Launcher:
+    launcher = loaded.driver.prepare(loaded.function, launch_attributes(image), buffer.table_address)
+    blocks = image.cluster[0]
+    return launcher if blocks == 1 else lambda x, y, z, stream: launcher(x * blocks, y, z, stream)

@@ -1,0 +1,238 @@
+"""The launcher over a driver that records: which images it makes, what it packs, and what a second process compiles."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rung.cache import Store
+from rung.errors import KernelArgumentError
+from rung.launch import launch_road
+from rung.launch.image import KernelImage, Parameter
+from rung.launch.specialise import Specialisation
+from rung.launch.triton_images import TritonImages
+from rung.launch.triton_launcher import TritonLauncher
+from rung.torch_compat import TritonParameter
+from tests.launch.fakes import FakeDriver, FakeTensor
+
+ROOT = Path(__file__).parents[2]
+MODULE = "tests.launch.toy_kernels"
+
+
+class FakeImages(TritonImages):
+    """Images without a compiler: the parameters that Triton would keep."""
+
+    made: list[Specialisation]
+
+    def __init__(self, driver: FakeDriver, store: Store) -> None:
+        super().__init__(MODULE, "scale_kernel", store)
+        self.driver, self.made = driver, []
+
+    def parameters(self) -> tuple[TritonParameter, ...]:
+        return (
+            TritonParameter("x", False, True, False),
+            TritonParameter("out", False, True, True),
+            TritonParameter("count", False, False, False),
+            TritonParameter("stride", False, True, True),
+            TritonParameter("factor", False, True, True),
+            TritonParameter("BLOCK", True, True, True),
+        )
+
+    def image(self, specialisation: Specialisation, options: Any, capability: int) -> KernelImage:
+        entry = f"kernel{len(self.made)}"
+        self.made.append(specialisation)
+        kinds = {**specialisation.kinds, "global_scratch": "global_scratch", "profile_scratch": "profile_scratch"}
+        image = KernelImage(
+            cubin=b"code",
+            entry=entry,
+            capability=capability,
+            parameters=tuple(Parameter(name, kind) for name, kind in kinds.items()),
+            num_warps=options["num_warps"],
+        )
+        self.driver.images[entry] = image
+        return image
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def launcher(driver: FakeDriver, tmp_path: Path) -> TritonLauncher:
+    found = TritonLauncher(MODULE, "scale_kernel", driver=driver, road="prebound")
+    found.__dict__["images"] = FakeImages(driver, Store(tmp_path))
+    return found
+
+
+X, OUT = FakeTensor(4096), FakeTensor(8192)
+
+
+def test_a_call_packs_its_arguments(launcher: TritonLauncher, driver: FakeDriver) -> None:
+    launcher.run((5, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64, num_warps=2)
+    (launched,) = driver.launches
+    assert (launched.grid, launched.stream, launched.attributes.block) == ((5, 1, 1), 1000, (64, 1, 1))
+    numbers = [struct.pack("<Q", 4096), struct.pack("<Q", 8192), struct.pack("<i", 7), struct.pack("<i", 3), struct.pack("<f", 0.5)]
+    assert list(launched.parameters) == [*numbers, bytes(8), bytes(8)]
+
+
+def test_a_stride_of_one_is_no_parameter(launcher: TritonLauncher, driver: FakeDriver) -> None:
+    launcher.run((5, 1, 1), X, OUT, 7, 1, 0.5, BLOCK=64)
+    assert [len(value) for value in driver.launches[0].parameters] == [8, 8, 4, 4, 8, 8]
+    assert driver.launches[0].parameters[3] == struct.pack("<f", 0.5)
+
+
+SAME = [
+    ((X, OUT, 8, 3, 0.5), {}),
+    ((X, OUT, 1, 3, 0.5), {}),  # not specialised on its value
+    ((FakeTensor(4100), OUT, 7, 3, 0.5), {}),  # nor on its alignment
+    ((X, OUT, 7, 5, 0.5), {}),
+    ((X, OUT, 7, 3, 2), {}),  # a float by the first call
+    ((X, FakeTensor(8208), 7, 3, 0.5), {}),
+]
+OTHER = [
+    ((FakeTensor(4096, torch.bfloat16), OUT, 7, 3, 0.5), {}),
+    ((X, FakeTensor(8196), 7, 3, 0.5), {}),
+    ((X, OUT, 7, 1, 0.5), {}),
+    ((X, OUT, 7, 32, 0.5), {}),
+    ((X, OUT, 7, 2**31 + 1, 0.5), {}),
+    ((X, OUT, 2**31, 3, 0.5), {}),
+    ((X, OUT, 7, 3, 0.5), {"BLOCK": 128}),
+    ((X, OUT, 7, 3, 0.5), {"num_warps": 8}),
+    ((X, OUT, 7, 3, 0.5), {"launch_pdl": True}),
+    ((FakeTensor(4096, ordinal=1), FakeTensor(8192, ordinal=1), 7, 3, 0.5), {}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), SAME)
+def test_what_shares_an_image(launcher: TritonLauncher, driver: FakeDriver, arguments: Any, named: Any) -> None:
+    launcher.run((1, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+    launcher.run((1, 1, 1), *arguments, **{"BLOCK": 64, **named})
+    assert [launched.function for launched in driver.launches] == ["kernel0", "kernel0"]
+
+
+@pytest.mark.parametrize(("arguments", "named"), OTHER)
+def test_what_takes_another_image(launcher: TritonLauncher, driver: FakeDriver, arguments: Any, named: Any) -> None:
+    launcher.run((1, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+    for _ in range(2):
+        launcher.run((1, 1, 1), *arguments, **{"BLOCK": 64, **named})
+    assert [launched.function for launched in driver.launches] == ["kernel0", "kernel1", "kernel1"]
+    assert len(launcher.images.made) == 2  # type: ignore[attr-defined]
+
+
+def test_a_wide_count_is_packed_wide(launcher: TritonLauncher, driver: FakeDriver) -> None:
+    launcher.run((1, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+    launcher.run((1, 1, 1), X, OUT, 2**40, 3, 0.5, BLOCK=64)
+    assert driver.launches[1].parameters[2] == struct.pack("<q", 2**40)
+
+
+def test_another_device_is_made_current(launcher: TritonLauncher, driver: FakeDriver) -> None:
+    launcher.run((1, 1, 1), replace(X, ordinal=1), replace(OUT, ordinal=1), 7, 3, 0.5, BLOCK=64)
+    assert (driver.launches[0].stream, driver.current) == (1001, 0)
+
+
+def test_an_empty_grid_launches_nothing(launcher: TritonLauncher, driver: FakeDriver) -> None:
+    launcher.run((0, 1, 1), X, OUT, 0, 3, 0.5, BLOCK=64)
+    assert driver.launches == []
+
+
+def test_keys_are_bounded(launcher: TritonLauncher, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rung.launch.triton_launcher._MAX_KEYS", 3)
+    for stride in range(33, 47):
+        launcher.run((1, 1, 1), X, OUT, 7, stride, 0.5, BLOCK=64)
+    assert len(launcher._by_key) <= 3
+    assert len(launcher.images.made) == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((FakeTensor(4096, ordinal=-1), FakeTensor(8192, ordinal=-1), 7, 3, 0.5), "cpu"),
+        ((X, FakeTensor(8192, ordinal=1), 7, 3, 0.5), "cuda:0, cuda:1"),
+        ((X, FakeTensor(8192, ordinal=-1), 7, 3, 0.5), "cpu, cuda:0"),
+        ((X, OUT, 7.5, 3, 0.5), "count"),
+        ((X, OUT, 7, 3, "x"), "factor"),
+    ],
+)
+def test_what_does_not_fit_is_refused(launcher: TritonLauncher, driver: FakeDriver, arguments: Any, text: str) -> None:
+    launcher.run((1, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+    with pytest.raises(KernelArgumentError, match=text):
+        launcher.run((1, 1, 1), *arguments, BLOCK=64)
+    assert len(driver.launches) == 1
+
+
+@pytest.mark.parametrize("arguments", [(X, OUT, 7, 3), (X, OUT, 7, 3, 0.5, 64, 9)])
+def test_a_wrong_number_of_arguments(launcher: TritonLauncher, arguments: Any) -> None:
+    for _ in range(2):  # the first call, and one of the generated function
+        with pytest.raises(TypeError):
+            launcher.run((1, 1, 1), *arguments, BLOCK=64)
+        launcher.run((1, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+
+
+# --- roads ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_road_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rung.launch.triton_launcher.why_no_cuda_bindings", lambda: "cuda-bindings is not installed")
+    monkeypatch.setattr("rung.launch.triton_launcher.triton_interpreted", lambda: False)
+    assert launch_road() == "triton: cuda-bindings is not installed"
+
+
+def test_the_road_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rung.launch.triton_launcher.triton_interpreted", lambda: True)
+    assert launch_road() == "triton: its interpreter is on"
+
+
+def test_the_prebound_road(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rung.launch.triton_launcher.why_no_cuda_bindings", lambda: None)
+    monkeypatch.setattr("rung.launch.triton_launcher.triton_interpreted", lambda: False)
+    assert launch_road() == "prebound"
+
+
+# --- the store -----------------------------------------------------------------------------------------------------------------------
+
+RUN = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+import torch
+from rung.cache import Store
+from rung.launch.triton_launcher import TritonLauncher
+from rung.launch.driver import Driver
+from tests.launch.fakes import FakeDriver, FakeTensor
+class Loads(FakeDriver):
+    def prepare(self, function, attributes, table_address):
+        return lambda *_: None
+launcher = TritonLauncher({MODULE!r}, "scale_kernel", driver=Loads(), store=Store(Path(sys.argv[1])), road="prebound")
+launcher.run((1, 1, 1), FakeTensor(4096), FakeTensor(8192), 7, 3, 0.5, BLOCK=64)
+compilers = [m for m in sys.modules if m.split(".")[0] == "triton" or m.startswith(("torch._inductor", "torch._dynamo"))]
+print(launcher.images.compiles, launcher.images.store_hits, len(compilers), launcher.images.unsaved or "saved")
+"""
+
+
+def run(store: Path) -> list[str]:
+    result = subprocess.run([sys.executable, "-c", RUN, str(store)], capture_output=True, text=True, check=True, cwd=ROOT)
+    return result.stdout.split(maxsplit=3)
+
+
+def test_a_second_process_neither_compiles_nor_imports_a_compiler(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    compiles, hits, compilers, kept = run(tmp_path)
+    assert (compiles, hits, kept.strip()) == ("1", "0", "saved")
+    assert int(compilers) > 0
+    assert run(tmp_path)[:3] == ["0", "1", "0"]
+
+
+def test_a_damaged_image_is_built_again(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    run(tmp_path)
+    for blob in (tmp_path / "blobs").iterdir():
+        blob.write_bytes(b"damaged")
+    assert run(tmp_path)[:2] == ["1", "0"]

@@ -99,8 +99,30 @@ class Handle(RuntimeState):
         """Read parameters and buffers again, wherever they lie now, and capture the same graphs again."""
         self._entry.weights_changed(recapture=True)
 
+    def into(self, out: Any) -> Callable[..., Any]:
+        """A call that copies its output tensors into those of `out` and returns `out`: `module.rung.into(out)(x)`.
+
+        `out` is a tensor, or any structure with one tensor (or None: not wanted) for each output tensor, of the same shape and dtype. With
+        graphs this is the only copy of the outputs. Raises `InputMismatchError` before anything is written."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            from rung.graphs.outputs import copy_into, output_tensors
+            from rung.torch_compat import tree_leaves
+
+            def run(variant: Variant, inputs: list[Any]) -> Any:
+                into = getattr(variant.run, "into", None)
+                return variant.run(*inputs) if into is None else into(out, *inputs)
+
+            result = self._entry.call_variant(run, args, kwargs)
+            if result is not out:
+                with torch.no_grad():
+                    copy_into(tree_leaves(out), output_tensors(result))
+            return out
+
+        return call
+
     def weights_changed(self) -> None:
-        """Tell that parameters or buffers were replaced (not updated in place)."""
+        """Tell that parameters or buffers were replaced (not updated in place); `on_address_change` is followed where graphs read them."""
         self._entry.weights_changed()
 
     def release(self) -> None:
@@ -196,7 +218,14 @@ def _add_graphs(entry: Entry, variant: Variant) -> None:
     from rung.graphs.wrapped import WrappedGraphs
 
     log = next((other.run.log for other in entry.variants.values() if isinstance(other.run, WrappedGraphs)), None)
-    variant.run = WrappedGraphs(variant.compiled, entry.config, entry.counters, log)
+    variant.run = WrappedGraphs(
+        variant.compiled,
+        entry.config,
+        entry.counters,
+        log,
+        owner=entry.owner,
+        rebind=lambda: variant.bind_weights(entry.owner),
+    )
 
 
 def _method(module: nn.Module, name: str) -> Callable[..., Any]:

@@ -42,6 +42,7 @@ def cache_dir() -> Path:
 
 GRAPH_MODES = ("none", "piecewise", "full", "auto")
 OUTPUT_POLICIES = ("clone", "borrow")
+ADDRESS_POLICIES = ("recapture", "raise", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +63,14 @@ class CompileConfig:
     nvtx: bool = False  # NVTX ranges around pieces, breaks and replays
     max_waste: float | None = 2.0  # pad a dimension to at most so many times its size, else run without a graph; None: no cap
     outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
+    on_address_change: str = "recapture"  # when a tensor that graphs read was replaced: one of ADDRESS_POLICIES
     max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
 
     def __post_init__(self) -> None:
         _one_of("graphs", self.graphs, GRAPH_MODES)
         _one_of("outputs", self.outputs, OUTPUT_POLICIES)
+        _one_of("on_address_change", self.on_address_change, ADDRESS_POLICIES)
         if self.maximum is not None and self.maximum < 1:
             raise ConfigError(f"maximum must be at least 1, got {self.maximum}", hint="give the largest size of the dynamic dimension")
         if self.capture_after < 1:

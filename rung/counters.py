@@ -29,6 +29,7 @@ class Count(StrEnum):
     EAGER_CALLS = "eager_calls"
     CAPTURES = "captures"
     REPLAYS = "replays"
+    ADDRESS_CHANGES = "address_changes"  # times that something graphs read had moved and the policy did not raise
     PADDING_CHECKS = "padding_checks"  # runs that compared exact with padded sizes
     UNPROVED_PADDING = "unproved_padding"  # dimensions that are padded because such a run agreed, without a proof
     HOST_TO_DEVICE_COPIES = "host_to_device_copies"

@@ -6,6 +6,8 @@ says what was expected, what came and where; `hint` says what to do and is print
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RungError(Exception):
     """Root of all errors raised by rung. `hint` is a thing to do, or empty."""
@@ -116,8 +118,32 @@ class StaleOutputError(UserError):
     """A borrowed output was read after the next replay overwrote it."""
 
 
+class HostReadError(CaptureError):
+    """Code inside a capture reads values of the device on the host, or waits for it."""
+
+
+class HostCopyError(CaptureError):
+    """Code inside a capture copies from host memory, whose address and contents a replay would read at another time."""
+
+
+class StreamError(CaptureError):
+    """Code inside a capture works on a stream that is not part of it, or on one that does not rejoin."""
+
+
+class GeneratorError(CaptureError):
+    """Code inside a capture draws random numbers from a generator that replays would not advance."""
+
+
 class AddressChangedError(UserError):
-    """A tensor that a captured graph reads lies elsewhere now."""
+    """Tensors that a captured graph reads lie elsewhere now. `names` are those that moved."""
+
+    def __init__(self, message: str, *, hint: str = "", names: Sequence[str] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.names = tuple(names)
+
+
+class ForkedProcessError(UserError, RuntimeError):
+    """Graphs were used in a forked child of the process that captured them."""
 
 
 class BackendUnavailableError(UserError):

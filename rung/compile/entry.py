@@ -67,6 +67,10 @@ class Entry(RuntimeState):
         return self._slow(*args, **kwargs) if fast is None else fast(*args, **kwargs)
 
     def _slow(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call_variant(lambda variant, inputs: variant.run(*inputs), args, kwargs)
+
+    def call_variant(self, call: Callable[[Variant, list[Any]], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A call with every check, in which a compiled one goes through `call(variant, inputs)`."""
         bound = inspect.signature(self.function).bind(*args, **kwargs)
         bound.apply_defaults()
         found = leaves(bound.arguments)
@@ -74,7 +78,8 @@ class Entry(RuntimeState):
         if reason is None:
             variant = self.variant(bound.arguments, found)
             if not variant.overlaps(bound.arguments):
-                return variant.call(bound.arguments)
+                variant.check_sizes(bound.arguments)
+                return call(variant, variant.inputs(bound.arguments))
             reason = EagerReason.SHARED_MEMORY
         self.counters.add(Count.EAGER_CALLS)
         self.counters.add(f"eager.{reason}")
@@ -171,7 +176,7 @@ class Entry(RuntimeState):
         with self._lock:
             for variant in self.variants.values():
                 if variant.state is None or variant.state.same_trace():
-                    variant.rebind(self.owner, recapture=recapture)
+                    variant.replaced(self.owner, recapture=recapture)
             self._fast = None
 
     def release(self) -> None:

@@ -35,11 +35,6 @@ class Variant:
         self.overlap = Overlap(compiled.plan.written, compiled.arguments)
         self.default_dtype = torch.get_default_dtype()
 
-    def call(self, locals_: Mapping[str, Any]) -> Any:
-        """Run for arguments that are known to have this variant's signature; checks the relations between sizes."""
-        self.check_sizes(locals_)
-        return self.run(*self.inputs(locals_))
-
     def inputs(self, locals_: Mapping[str, Any]) -> list[Any]:
         """The tensors that `run` takes. Code was generated for contiguous ones, so others are copied."""
         values = [self.compiled.plan.inputs[number].resolve(locals_) for number in self.compiled.arguments]
@@ -52,22 +47,28 @@ class Variant:
             return True
         if not self.state.same_trace():
             return False
-        self.rebind(owner)
+        self.replaced(owner)
         return True
 
-    def rebind(self, owner: Any, *, recapture: bool = False) -> None:
-        """Read the module's tensors again; graphs that read the old ones are dropped, or with `recapture` captured again."""
-        again = getattr(self.run, "recapture", None)
-        if recapture and again is not None:
-            again(lambda: self._bind(owner))
+    def replaced(self, owner: Any, *, recapture: bool = False) -> None:
+        """The module's tensors may be others now: `run` follows its address policy if it has one, or captures its graphs again with
+        `recapture`; else they are bound anew."""
+        follow = getattr(self.run, "recapture" if recapture else "weights_changed", None)
+        if follow is None:
+            self.rebind(owner)
         else:
-            self.release()
-            self._bind(owner)
+            follow()
+            if self.state is not None:
+                self.state.refresh()
 
-    def _bind(self, owner: Any) -> None:
-        self.compiled.rebind({self.compiled.plan.inputs[n].local: owner for n in self.compiled.weights})
+    def rebind(self, owner: Any) -> None:
+        """Read the module's tensors again."""
+        self.bind_weights(owner)
         if self.state is not None:
             self.state.refresh()
+
+    def bind_weights(self, owner: Any) -> None:
+        self.compiled.rebind({self.compiled.plan.inputs[n].local: owner for n in self.compiled.weights})
 
     def overlaps(self, locals_: Mapping[str, Any]) -> bool:
         """Whether a tensor that the graph writes shares memory with an argument of this call."""

@@ -45,6 +45,11 @@ class StaticBuffer:
         self._flat = torch.full((prod(shape),), spec.pad, dtype=spec.dtype, device=device)  # [elements at capacity]
 
     @property
+    def storage(self) -> torch.Tensor:
+        """All of the buffer, flat: [elements at capacity]."""
+        return self._flat
+
+    @property
     def name(self) -> str:
         return self.spec.name
 

@@ -13,6 +13,7 @@ from rung.compile.bound import BoundPlan, BoundStep, Capture
 from rung.errors import CaptureError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
 from rung.graphs.descriptor import Descriptor, GraphMode
+from rung.graphs.dry_run import DryRun
 from rung.graphs.program import GraphLaunch, PreboundBreak, ReplayProgram
 
 
@@ -28,6 +29,7 @@ class _Capture:
         self._backend = backend
         self._pool = pool
         self._generators = generators
+        self._check = DryRun(backend.device, generators, stop=True)
         self._full = full
         self._open: AbstractContextManager[CapturedGraph] | None = None
         self.actions: list[GraphLaunch | PreboundBreak] = []
@@ -41,7 +43,10 @@ class _Capture:
         if step.capturable(self._full):
             if self._open is None:
                 self._begin(step.name)
-            return self._backend.call_piece(step, arguments) if step.kind == "piece" else step.call(arguments)
+            if step.kind == "piece":
+                return self._backend.call_piece(step, arguments)
+            with self._check.watch():
+                return step.call(arguments)
         self._end(settle=True)
         self.step = step.name
         given = list(arguments)
@@ -98,11 +103,15 @@ def has_host_breaks(plan: BoundPlan) -> bool:
     return any(step.kind == "break" and step.capture is Capture.NEVER for step in plan.steps)
 
 
-def warm_up(plan: BoundPlan, descriptor: Descriptor, inputs: Sequence[Any]) -> None:
-    """Run the plan once at the size of `descriptor`, so that kernels are loaded and tuned and workspaces exist before a capture."""
-    walk = _Walk()
+def warm_up(
+    plan: BoundPlan, device: torch.device, descriptor: Descriptor, inputs: Sequence[Any], generators: Sequence[torch.Generator] = ()
+) -> None:
+    """Run the plan once at the size of `descriptor`, so that kernels are loaded and tuned and workspaces exist before a capture. This is
+    also the dry run of the breaks that the capture will contain. Raises `CaptureError`."""
+    walk = _Walk(DryRun(device, generators), full=descriptor.mode is GraphMode.FULL)
     try:
         plan.run_steps(inputs, walk.eager)
+        walk.finish()
     except Exception as error:
         raise _capture_error(descriptor, walk.step, error, "warm-up") from error
 
@@ -130,12 +139,25 @@ def capture_program(
 class _Walk:
     """An eager run that knows which step it is in."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: DryRun, *, full: bool) -> None:
         self.step = ""
+        self._check = check
+        self._full = full
+        self._bad = ""  # the first break in which something was found
 
     def eager(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
         self.step = step.name
-        return step.call(arguments)
+        if step.kind == "piece" or not step.capturable(self._full):
+            return step.call(arguments)
+        with self._check.watch():
+            outputs = step.call(arguments)
+        if self._check.findings and not self._bad:
+            self._bad = step.name
+        return outputs
+
+    def finish(self) -> None:
+        self.step = self._bad or self.step
+        self._check.refuse()
 
 
 def _capture_error(descriptor: Descriptor, step: str, cause: Exception, during: str) -> CaptureError:
@@ -143,7 +165,8 @@ def _capture_error(descriptor: Descriptor, step: str, cause: Exception, during: 
         traceback.clear_frames(cause.__traceback__)  # their locals would keep device memory for as long as the error lives
     hint = cause.hint if isinstance(cause, CaptureError) else ""
     first_line = (str(cause).splitlines() or [""])[0]
-    return CaptureError(
+    kind = type(cause) if isinstance(cause, CaptureError) else CaptureError
+    error = kind(
         f"{during} of ({descriptor}) failed in {step or 'the plan'}: {type(cause).__name__}: {first_line}",
         hint=hint
         or "a capture must not wait for the device, read its values on the host, or allocate outside of torch; "
@@ -151,3 +174,6 @@ def _capture_error(descriptor: Descriptor, step: str, cause: Exception, during: 
         size=descriptor.num_tokens,
         piece=step,
     )
+    for note in getattr(cause, "__notes__", ()):
+        error.add_note(note)
+    return error

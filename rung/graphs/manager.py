@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,10 +20,12 @@ from rung.graphs.capture import capture_program, warm_up
 from rung.graphs.capture_report import CaptureEntry, CaptureReport
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dispatch import Dispatch, capture_order
-from rung.graphs.guard import AddressGuard, NamedTensors
+from rung.graphs.guard import Addresses, AddressGuard
 from rung.graphs.outputs import Outputs
+from rung.graphs.process import HomeProcess
 from rung.graphs.program import ReplayProgram
 from rung.graphs.ranges import Ranges
+from rung.graphs.reasons import Reason
 from rung.graphs.wanted import Prepare, Wanted, nothing_to_prepare
 
 
@@ -31,8 +34,9 @@ class GraphManager:
 
     `inputs` are the plan's inputs in order: static buffers, or values that never change. The caller writes into the buffers and then calls
     `run`. `prepare(descriptor)` is entered around each warm-up and each capture: it sets the forward context with harmless metadata for
-    that size and must leave what it changes as it was. `plan_of` names the plan of a
-    descriptor that runs another one over the same inputs. `parameters` lists what graphs read besides their inputs, for the address check.
+    that size and must leave what it changes as it was. `plan_of` names the plan of a descriptor that runs another one over the same
+    inputs. `addresses` says what graphs read besides their inputs, and what happens when that moves: it is looked at behind each replay,
+    before outputs are handed out.
 
     Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream and
     waits there for the step before it. `suspend` frees graphs and their memory and remembers what they were; `resume` captures it again."""
@@ -46,7 +50,7 @@ class GraphManager:
         dim: str = "tokens",
         counters: Counters | None = None,
         generators: Sequence[torch.Generator] = (),
-        parameters: NamedTensors | None = None,
+        addresses: Addresses | None = None,
         plan_of: Callable[[Descriptor], BoundPlan] | None = None,
         ranges: Ranges | None = None,
     ) -> None:
@@ -59,7 +63,9 @@ class GraphManager:
         self.failed: set[Descriptor] = set()  # descriptors whose capture failed; a Dispatcher may share this set
         self.generation = 0  # steps run so far; outputs of an older one are stale
         self.generators = tuple(generators)
-        self._guard = AddressGuard(parameters) if parameters is not None else None
+        self._guard = AddressGuard(addresses, self.inputs) if addresses is not None else None
+        self._home = HomeProcess()
+        self.without_graphs = False  # addresses changed under the policy "none": steps run the plan until graphs are captured again
         self._pool: GraphPool | None = None
         self._programs: dict[Descriptor, ReplayProgram] = {}
         self._wanted = Wanted()
@@ -93,6 +99,9 @@ class GraphManager:
 
     def _capture_all(self, descriptors: Sequence[Descriptor], on_failure: str = "raise") -> CaptureReport:
         started = time.perf_counter()
+        self._home.enter()
+        self.follow_addresses()
+        self.without_graphs = False
         entries: list[CaptureEntry] = []
         failures: list[CaptureError] = []
         self.generation += 1  # captures overwrite what replays left in the pool
@@ -119,8 +128,8 @@ class GraphManager:
         started = time.perf_counter()
         inputs = self.views(descriptor)
         with self._wanted.prepare(descriptor):
-            warm_up(self._plan_of(descriptor), descriptor, inputs)
-        if self._guard is not None:
+            warm_up(self._plan_of(descriptor), self.backend.device, descriptor, inputs, self.generators)
+        if self._guard is not None and self._guard.knows_nothing:
             self._guard.snapshot()
         with self._wanted.prepare(descriptor):
             program = capture_program(self._plan_of(descriptor), self.backend, pool, descriptor, inputs, self.generators)
@@ -137,21 +146,39 @@ class GraphManager:
     def run(self, step: Dispatch | Descriptor) -> Outputs:
         """Run one step over what the buffers hold: replay the descriptor's graphs, or the plan itself at exact sizes for mode NONE.
 
-        Raises `CaptureError` when the descriptor was neither captured nor planned lazily, `StateError` when the graphs are suspended."""
+        Raises `CaptureError` when the descriptor was neither captured nor planned lazily, `StateError` when the graphs are suspended,
+        `AddressChangedError` when what graphs read moved and the policy is to raise, or when the step cannot be repeated."""
+        self._home.check()
         dispatch = step if isinstance(step, Dispatch) else Dispatch(step)
-        descriptor = dispatch.descriptor
         with self._lock, self._order.step():
-            if descriptor.mode is GraphMode.NONE:
-                self.count_step(dispatch)
-                runner = _eager if self._ranges is None else self._ranges.step
-                return Outputs(self.plan.run_steps(self.views(descriptor), runner), self.generation, None)
-            program = self._programs.get(descriptor) or self._capture_now(descriptor)
+            if self._guard is None:
+                return self._run(dispatch)
+            if self._guard.suspect or self._guard.addresses.before_replay:
+                self._follow(self._guard.sweep(everything=True))
+            outputs = self._run(dispatch)
+            moved = self._guard.sweep()
+            if not moved:
+                return outputs
+            self._follow(moved, after=dispatch.descriptor)
+            return self._run(dispatch)  # the outputs of stale addresses are dropped
+
+    def _run(self, dispatch: Dispatch) -> Outputs:
+        descriptor = dispatch.descriptor
+        if self.without_graphs and descriptor.mode is not GraphMode.NONE:
+            dispatch = replace(dispatch, descriptor=replace(descriptor, mode=GraphMode.NONE), reason=Reason.ADDRESS_CHANGED)
+        if dispatch.descriptor.mode is GraphMode.NONE:
+            if self._guard is not None and self._guard.knows_nothing:
+                self._guard.snapshot()
             self.count_step(dispatch)
-            self.generation += 1
-            with torch.no_grad():
-                program.replay()
-            self.counters.add(Count.REPLAYS)
-            return Outputs(program.outputs, self.generation, self._current_generation)
+            runner = _eager if self._ranges is None else self._ranges.step
+            return Outputs(self.plan.run_steps(self.views(descriptor), runner), self.generation, None)
+        program = self._programs.get(descriptor) or self._capture_now(descriptor)
+        self.count_step(dispatch)
+        self.generation += 1
+        with torch.no_grad():
+            program.replay()
+        self.counters.add(Count.REPLAYS)
+        return Outputs(program.outputs, self.generation, self._current_generation)
 
     def step(self) -> AbstractContextManager[Any]:
         """Enter it around a step's writes into the buffers, its `run` and the reading of its outputs when steps may come from several
@@ -185,9 +212,19 @@ class GraphManager:
     # --- life ---
 
     def weights_changed(self) -> None:
-        """Check every parameter's address against the capture. Raises `AddressChangedError`; values written in place are fine."""
-        if self._guard is not None:
-            self._guard.check()
+        """Look at everything that graphs read, now, and follow the address policy; "recapture" captures all graphs again before it returns.
+        Values written in place are fine."""
+        with self._lock:
+            held = self.captured
+            if self.follow_addresses() and not self.without_graphs:
+                self._capture_all(held)
+
+    def follow_addresses(self) -> bool:
+        """Like `weights_changed`, but "recapture" leaves each graph to its next step. True when something had moved."""
+        with self._lock:
+            moved = self._guard.moved() if self._guard is not None else []
+            self._follow(moved)
+            return bool(moved)
 
     def poison(self, generator: torch.Generator | None = None) -> None:
         """Fill all static buffers and all memory of the pool with what must not matter. For tests: call it before writing inputs."""
@@ -215,9 +252,11 @@ class GraphManager:
             return self._capture_all(self._wanted.take_back())
 
     def recapture(self) -> CaptureReport:
-        """Free the graphs and capture the same list again, for example after addresses that they read have changed."""
+        """Free the graphs, make the plan read what lies there now, and capture the same list again."""
         with self._lock:
             self.suspend()
+            if self._guard is not None and self._guard.addresses.rebind is not None:
+                self._guard.addresses.rebind()
             return self.resume()
 
     def release(self) -> None:
@@ -225,8 +264,27 @@ class GraphManager:
         with self._lock:
             self._free()
             self._wanted.forget()
+            self.without_graphs = False
 
     # --- inside ---
+
+    def _follow(self, moved: Sequence[str], *, after: Descriptor | None = None) -> None:
+        """Follow the address policy: raises, or makes the plan read what lies there now and frees the graphs that do not. `after`: a step
+        of that descriptor has run already."""
+        if not moved:
+            return
+        assert self._guard is not None
+        addresses = self._guard.addresses
+        self._guard.refuse(moved, repeatable=after is None or addresses.is_repeatable(after))
+        self.counters.add(Count.ADDRESS_CHANGES)
+        if addresses.rebind is not None:
+            addresses.rebind()
+        captured = self.captured
+        self._free()
+        self._guard.snapshot()
+        self.without_graphs = addresses.on_change == "none"
+        if not self.without_graphs:
+            self._wanted.at_next_step(captured)
 
     def _free(self) -> None:
         self.generation += 1

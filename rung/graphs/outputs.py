@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rung.errors import InputMismatchError, StaleOutputError
+from rung.torch_compat import tree_leaves
 
 OutputDims = Sequence[Mapping[int, str]]  # for each output the names of its dynamic dimensions
 Sizes = int | Mapping[str, int]  # the rows of a single dynamic dimension, or the size of each by name
@@ -45,18 +46,7 @@ class Outputs:
 
     def into(self, targets: Sequence[torch.Tensor | None], sizes: Sizes | None = None, dims: OutputDims | None = None) -> None:
         """Copy into the caller's tensors, in order; None skips an output."""
-        flat = self.cut(sizes, dims)
-        if len(targets) != len(flat):
-            raise InputMismatchError(
-                f"{len(targets)} targets were given for {len(flat)} outputs", hint="give one target, or None, an output"
-            )
-        for index, (target, value) in enumerate(zip(targets, flat, strict=True)):
-            if target is None:
-                continue
-            if not isinstance(value, torch.Tensor) or target.shape != value.shape:
-                came = list(target.shape)
-                raise InputMismatchError(f"target {index} has shape {came}, the output is {list(getattr(value, 'shape', []))}")
-            target.copy_(value)
+        copy_into(targets, self.cut(sizes, dims))
 
     def cut(self, sizes: Sizes | None, dims: OutputDims | None = None) -> list[Any]:
         """Borrowed outputs without their padding. Without `dims` dimension 0 of every tensor counts rows."""
@@ -66,6 +56,26 @@ class Outputs:
         if dims is None:
             dims = [{0: ""} if isinstance(value, torch.Tensor) and value.dim() else {} for value in flat]
         return [_cut(value, names, sizes) for value, names in zip(flat, dims, strict=True)]
+
+
+def output_tensors(result: Any) -> list[Any]:
+    """The tensors of a module's result, in the order of its structure."""
+    return [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+
+
+def copy_into(targets: Sequence[torch.Tensor | None], values: Sequence[Any]) -> None:
+    """Copy each value into its target; None skips one. All are checked before anything is written."""
+    if len(targets) != len(values):
+        raise InputMismatchError(f"{len(targets)} targets were given for {len(values)} outputs", hint="give one target, or None, an output")
+    for index, (target, value) in enumerate(zip(targets, values, strict=True)):
+        if target is not None and (not isinstance(value, torch.Tensor) or (target.shape, target.dtype) != (value.shape, value.dtype)):
+            came = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise InputMismatchError(
+                f"target {index} is {target.dtype} {list(target.shape)}, the output is {came}", hint="give targets like the outputs"
+            )
+    for target, value in zip(targets, values, strict=True):
+        if target is not None:
+            target.copy_(value)
 
 
 def _cut(value: Any, names: Mapping[int, str], sizes: Sizes) -> Any:

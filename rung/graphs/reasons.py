@@ -26,6 +26,7 @@ class Reason(StrEnum):
     NOT_CAPTURED = "not_captured"
     CAPTURE_PENDING = "capture_pending"
     SUSPENDED = "suspended"
+    ADDRESS_CHANGED = "address_changed"
 
     @property
     def sentence(self) -> str:
@@ -56,6 +57,7 @@ _SENTENCES: dict[Reason, str] = {
     Reason.NOT_CAPTURED: "the configuration plans no graph for this kind of batch",
     Reason.CAPTURE_PENDING: "the graph for this size is captured once it was asked for often enough",
     Reason.SUSPENDED: "the graphs were suspended and not resumed",
+    Reason.ADDRESS_CHANGED: 'a tensor that the graphs read was replaced, and on_address_change is "none"',
 }
 
 _ADVICE: dict[Reason, str] = {
@@ -77,4 +79,5 @@ _ADVICE: dict[Reason, str] = {
     Reason.CAPTURE_PENDING: "nothing: wait, or lower capture_after",
     Reason.SUSPENDED: "call resume()",
     Reason.NOT_CAPTURED: 'capture such batches too: graphs="full_and_piecewise"',
+    Reason.ADDRESS_CHANGED: 'update weights in place (copy_), capture again, or set on_address_change="recapture"',
 }

@@ -132,7 +132,7 @@ def _first_step(manager: GraphManager, descriptor: Descriptor, setup: Setup) -> 
     pool = backend.new_pool()
     with backend.session(), torch.inference_mode(False), torch.no_grad():
         with manager.prepare(descriptor):
-            warm_up(manager.plan, descriptor, inputs)
+            warm_up(manager.plan, backend.device, descriptor, inputs, manager.generators)
         with manager.prepare(descriptor):
             program = capture_program(probe, backend, pool, descriptor, inputs, manager.generators)
     try:

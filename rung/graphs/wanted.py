@@ -41,6 +41,10 @@ class Wanted:
             if lazy:
                 self._lazy.add(descriptor)
 
+    def at_next_step(self, descriptors: Iterable[Descriptor]) -> None:
+        """Let the next step of each capture it, prepared as before."""
+        self._lazy.update(descriptors)
+
     def prepare(self, descriptor: Descriptor) -> AbstractContextManager[Any]:
         return self._prepare.get(descriptor, nothing_to_prepare)(descriptor)
 

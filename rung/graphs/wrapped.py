@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from rung.graphs.capture_report import CaptureReport
 from rung.graphs.descriptor import Descriptor, GraphMode, exact
 from rung.graphs.dispatch import Dispatch
 from rung.graphs.grid import Axis, Grid
+from rung.graphs.guard import Addresses, module_tensors
 from rung.graphs.ladder import DEFAULT_TOP, Ladder
 from rung.graphs.manager import GraphManager
 from rung.graphs.module_io import (
@@ -32,11 +34,13 @@ from rung.graphs.module_io import (
     with_valid_range,
     written_weights,
 )
+from rung.graphs.outputs import copy_into, output_tensors
 from rung.graphs.padding import check_padding
 from rung.graphs.ranges import nvtx_ranges
 from rung.graphs.reasons import Reason
 from rung.graphs.step_log import StepLog
 from rung.graphs.traffic import Traffic
+from rung.torch_compat import tree_leaves
 
 _MAX_GRAPHS = 64  # graphs of exact sizes, or of combinations of several dimensions; later ones run without
 
@@ -48,7 +52,16 @@ class WrappedGraphs:
     dimension is named in `pad`: then the plan must prove that its rows are independent, and the first padded call is compared with the
     exact one under two paddings. One lock serialises calls; they may come from any thread, on any stream. `last` is the latest decision."""
 
-    def __init__(self, compiled: CompiledFunction, config: CompileConfig, counters: Counters, log: StepLog | None = None) -> None:
+    def __init__(
+        self,
+        compiled: CompiledFunction,
+        config: CompileConfig,
+        counters: Counters,
+        log: StepLog | None = None,
+        *,
+        owner: Any = None,
+        rebind: Callable[[], None] | None = None,
+    ) -> None:
         self.compiled = compiled
         self.config = config
         self.counters = counters
@@ -69,21 +82,37 @@ class WrappedGraphs:
         self._checked: set[str] = set()  # padded dimensions that a run has shown to be harmless
         self._manager: GraphManager | None = None
         self._capacity = dict.fromkeys(self.dims, 0)
+        self._addresses = Addresses(
+            watched=lambda: module_tensors(owner) if isinstance(owner, torch.nn.Module) else (),
+            on_change=config.on_address_change,  # type: ignore[arg-type]
+            rebind=rebind,
+            before_replay=bool(written_weights(compiled)),
+        )
         self._lock = threading.RLock()
         self.log = log or self._open_log()
 
     def __call__(self, *inputs: Any) -> Any:
         with self._lock:
+            return self._run(inputs, self.config.outputs)
+
+    def into(self, out: Any, *inputs: Any) -> Any:
+        """A call whose output tensors are copied into those of `out`, in order; nothing else is copied. Returns `out`."""
+        with self._lock, torch.no_grad():
+            copy_into(tree_leaves(out), output_tensors(self._run(inputs, "borrow")))
+        return out
+
+    def _run(self, inputs: Sequence[Any], policy: str) -> Any:
+        with self._lock:
             self._refuse_unproved()
             sizes = self._sizes(inputs)
             dispatch = self._available(self._dispatch(sizes), sizes)
-            result = self._run(dispatch, inputs, sizes)
+            result = self._step(dispatch, inputs, sizes, policy)
             self.last = dispatch
             if self.log is not None:
                 self.log.add(self.grid.shape(sizes), dispatch)
             return result
 
-    def _run(self, dispatch: Dispatch, inputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+    def _step(self, dispatch: Dispatch, inputs: Sequence[Any], sizes: Mapping[str, int], policy: str) -> Any:
         descriptor = dispatch.descriptor
         if descriptor.mode is GraphMode.NONE:
             self.counters.add(dispatch.counter)
@@ -99,11 +128,10 @@ class WrappedGraphs:
             self._write(manager, inputs, descriptor)
             if not manager.can_replay(descriptor):
                 self._traffic.drop(descriptor)
-                with kept_state(self.compiled):
-                    manager.capture([descriptor])
+                manager.capture([descriptor], self._prepare)
                 self._write(manager, inputs, descriptor)
             outputs = manager.run(dispatch)
-            take = outputs.cut if self.config.outputs == "borrow" else outputs.clone
+            take = outputs.cut if policy == "borrow" else outputs.clone
             flat = take(sizes, self.compiled.plan.output_dims) if dispatch.padding else take(None)
             return self.compiled.restore(self._restore_sizes(flat, inputs), inputs)
 
@@ -116,8 +144,15 @@ class WrappedGraphs:
             descriptors = [self.grid.descriptor(size) for size in wanted]
             for value, spec, buffer in zip(inputs, self._specs, manager.inputs, strict=True):
                 fill(buffer, spec, value)
-            with kept_state(self.compiled):
-                return manager.capture(descriptors)
+            return manager.capture(descriptors, self._prepare)
+
+    def weights_changed(self) -> None:
+        """The module's tensors may be others now. Follows the address policy where graphs read them; raises `AddressChangedError`."""
+        with self._lock:
+            if self._manager is not None:
+                self._manager.follow_addresses()
+            if self._addresses.rebind is not None:
+                self._addresses.rebind()
 
     def suspend(self) -> None:
         """Free graphs and their memory; calls run without graphs until `resume`, which captures the same ones again."""
@@ -130,15 +165,15 @@ class WrappedGraphs:
         with self._lock:
             self._suspended = False
             if self._manager is not None:
-                with kept_state(self.compiled):
-                    self._manager.resume()
+                self._manager.resume()
 
-    def recapture(self, between: Callable[[], None]) -> None:
-        """Free the graphs, call `between` (which may bind other weights), and capture the same graphs again."""
+    def recapture(self) -> None:
+        """Free the graphs, bind the module's tensors as they lie now, and capture the same graphs again."""
         with self._lock:
             suspended = self._suspended
             self.suspend()
-            between()
+            if self._addresses.rebind is not None:
+                self._addresses.rebind()
             if not suspended:
                 self.resume()
 
@@ -178,6 +213,8 @@ class WrappedGraphs:
 
     def _dispatch(self, sizes: Mapping[str, int]) -> Dispatch:
         shape = self.grid.shape(sizes)
+        if self._manager is not None and self._manager.without_graphs:
+            return Dispatch(exact(shape), Reason.ADDRESS_CHANGED)
         dispatch = self.grid.dispatch(shape)
         if dispatch.mode is GraphMode.NONE or (self.padded and len(self.dims) == 1):
             return dispatch  # one ladder bounds its graphs by itself
@@ -248,9 +285,18 @@ class WrappedGraphs:
             device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), self.compiled.device)
             buffers = [StaticBuffer(spec, capacity=self._capacity, device=device) for spec in self._specs]
             self._manager = GraphManager(
-                self.compiled, make_backend(device), inputs=buffers, dim=self.dims[0], counters=self.counters, ranges=self._ranges
+                self.compiled,
+                make_backend(device),
+                inputs=buffers,
+                dim=self.dims[0],
+                counters=self.counters,
+                addresses=self._addresses,
+                ranges=self._ranges,
             )
         return self._manager
+
+    def _prepare(self, descriptor: Descriptor) -> AbstractContextManager[Any]:
+        return kept_state(self.compiled)
 
     def _write(self, manager: GraphManager, inputs: Sequence[Any], descriptor: Descriptor) -> None:
         for buffer, value in zip(manager.inputs, inputs, strict=True):

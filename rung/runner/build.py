@@ -21,6 +21,7 @@ from rung.counters import Counters
 from rung.errors import ConfigError
 from rung.graphs import CaptureReport, ConfiguredMode, make_backend, plan_descriptors, resolve_mode
 from rung.graphs.capture import has_host_breaks
+from rung.graphs.guard import Addresses, module_tensors
 from rung.launch import launch_road
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Engine
@@ -74,7 +75,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     if not config.eager:
         with start.phase("compile"):
             compiled, start.compile = compile_model(module, device, config.max_num_tokens, counters)
-        forward = _graph_forward(compiled, module, config, attention.support, device, counters)
+        forward = _graph_forward(compiled, module, config, attention.support, device, counters, _addresses(compiled, module, config))
     elif config.graphs != "none":
         raise ConfigError("graphs need a compiled model, and eager=True asks for none", hint='use graphs="none", or eager=False')
     with start.phase("allocate"):
@@ -118,7 +119,13 @@ def compile_model(
 
 
 def _graph_forward(
-    compiled: CompiledFunction, module: Any, config: RunnerConfig, support: CaptureSupport, device: torch.device, counters: Counters
+    compiled: CompiledFunction,
+    module: Any,
+    config: RunnerConfig,
+    support: CaptureSupport,
+    device: torch.device,
+    counters: Counters,
+    addresses: Addresses,
 ) -> GraphForward:
     mode = ConfiguredMode(config.graphs)
     descriptors = plan_descriptors(
@@ -136,8 +143,16 @@ def _graph_forward(
         vocab_size=module.config.vocab_size,
         device=device,
         resolved=resolve_mode(mode, support, max(config.decode_query_lens), host_breaks=has_host_breaks(compiled)),
+        addresses=addresses,
         counters=counters,
     )
+
+
+def _addresses(compiled: CompiledFunction, module: nn.Module, config: RunnerConfig) -> Addresses:
+    def rebind() -> None:
+        compiled.rebind({compiled.plan.inputs[number].local: module for number in compiled.weights})
+
+    return Addresses(watched=lambda: module_tensors(module), on_change=config.on_address_change, rebind=rebind)
 
 
 def _choose_attention(module: nn.Module, config: RunnerConfig, dtype: torch.dtype, device: torch.device) -> _Attention:

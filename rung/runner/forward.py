@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,14 @@ class Forward(ABC):
 
     def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The buffers for input ids (int32) and positions (int64) that the forward wants the runner to fill; None: any."""
+        return None
+
+    def watch(self, tensors: Callable[[], Iterable[tuple[str, Callable[[], object]]]]) -> None:
+        """Told by the runner what captured work reads besides the module's tensors: names, and how to read what bears them now."""
+        return None
+
+    def weights_changed(self) -> None:
+        """Weights were replaced: whoever bound them looks at all of them."""
         return None
 
     def bind_decode(self, decode: DecodeStep) -> None:

@@ -5,14 +5,29 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import chain
 
 import torch
 
 from rung.compile.bound import BoundPlan
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
-from rung.graphs import BufferSpec, CaptureReport, Descriptor, Dispatch, Dispatcher, GraphBackend, GraphManager, GraphMode, StaticBuffer
+from rung.graphs import (
+    BufferSpec,
+    CaptureReport,
+    Descriptor,
+    Dispatch,
+    Dispatcher,
+    GraphBackend,
+    GraphManager,
+    GraphMode,
+    Reason,
+    StaticBuffer,
+    exact,
+)
 from rung.graphs.dispatch import ResolvedMode
+from rung.graphs.guard import Addresses, Watched
 from rung.graphs.ranges import nvtx_ranges
 from rung.graphs.traffic import LiveDispatcher, Traffic
 from rung.graphs.wanted import Prepare, nothing_to_prepare
@@ -27,8 +42,8 @@ DIM = "tokens"
 class GraphForward(Forward):
     """FULL replays with everything in place; PIECEWISE replays inside the forward context, for the breaks; NONE runs the plan.
 
-    `plan` takes (input_ids, positions) and returns hidden states. The input buffers belong to this forward, the runner fills them. The
-    hidden states are borrowed from the graphs until the next step."""
+    `plan` takes (input_ids, positions) and returns hidden states. `addresses`: what the graphs read besides their inputs. The input
+    buffers belong to this forward, the runner fills them. The hidden states are borrowed from the graphs until the next step."""
 
     def __init__(
         self,
@@ -40,6 +55,7 @@ class GraphForward(Forward):
         vocab_size: int,
         device: torch.device | str,
         resolved: ResolvedMode | None = None,
+        addresses: Addresses | None = None,
         counters: Counters | None = None,
     ) -> None:
         capacity = {DIM: config.max_num_tokens}
@@ -51,6 +67,14 @@ class GraphForward(Forward):
         )
         self._plan = plan
         self._prepare: Prepare = nothing_to_prepare
+        self._watched: Watched = tuple  # the runner's, once there is one
+        if addresses is not None:
+            module = addresses.watched
+            addresses = replace(
+                addresses,
+                watched=lambda: chain(module(), self._watched()),
+                is_repeatable=lambda descriptor: not self.advances(Dispatch(descriptor)),
+            )
         self.descriptors = tuple(descriptors)
         self._decode_plan: DecodePlan | None = None
         self.manager = GraphManager(
@@ -59,6 +83,7 @@ class GraphForward(Forward):
             inputs=(self._input_ids, self._positions),
             dim=DIM,
             counters=counters,
+            addresses=addresses,
             plan_of=self._plan_of,
             ranges=nvtx_ranges(config.nvtx),
         )
@@ -111,7 +136,15 @@ class GraphForward(Forward):
 
     def dispatch(self, batch: Batch, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """The mode and padded sizes for this batch, in no better mode than `best`."""
+        if self.manager.without_graphs:
+            return Dispatch(exact(batch.shape), Reason.ADDRESS_CHANGED)
         return self.dispatcher.dispatch(batch.shape, best=best)
+
+    def watch(self, tensors: Watched) -> None:
+        self._watched = tensors
+
+    def weights_changed(self) -> None:
+        self.manager.weights_changed()
 
     def _plan_of(self, descriptor: Descriptor) -> BoundPlan:
         return self._decode_plan if self._decode_plan is not None and _is_decode(descriptor) else self._plan

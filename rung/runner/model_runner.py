@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from rung.attention import AttentionBackend, AttentionSpec, attention_layers
+from rung.attention import Attention, AttentionBackend, AttentionSpec, attention_layers
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.errors import ConfigError, StateError
@@ -112,6 +113,7 @@ class ModelRunner:
         if self.device.type == "cuda" if config.decode_in_graph is None else config.decode_in_graph:
             self.forward.bind_decode(self.decode)
         self._checker = PlanChecker(config, self.slots, self.block_tables)
+        self.forward.watch(self.static_tensors)
         self._parked: ParkedStep | None = None
         self._trace = trace
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -194,6 +196,23 @@ class ModelRunner:
     def _check_between_steps(self, call: str) -> None:
         if self._parked is not None:
             raise StateError(f"{call}() came before sample_tokens()", hint="sample the parked step first")
+
+    def weights_changed(self) -> None:
+        """Say that parameters or buffers of the module were replaced: all addresses are checked now, and `RunnerConfig.on_address_change`
+        is followed (it may raise `AddressChangedError`). Values written in place need no call."""
+        self.forward.weights_changed()
+
+    def static_tensors(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What captured steps read besides the module's own tensors, by name: KV cache and the buffers of the step."""
+        for name, layer in self.layers.items():
+            for part in ("key", "value"):
+                yield f"{name}.kv_cache.{part}", partial(_cache_part, layer, part)
+        owners: list[tuple[str, object]] = [("input buffer", self.buffers), ("slots", self.slots), ("decode state", self.decode.state)]
+        owners += [(f"block table {index}", table) for index, table in enumerate(self.block_tables)]
+        for label, owner in owners:
+            for attribute in [item.name for item in fields(owner)] if is_dataclass(owner) else vars(owner):
+                if isinstance(getattr(owner, attribute), torch.Tensor):
+                    yield f"{label} {attribute}", partial(getattr, owner, attribute)
 
     @torch.no_grad()
     def dummy_run(self, query_lens: npt.NDArray[np.int32], *, decode: bool = False, dispatch: Dispatch | None = None) -> torch.Tensor:
@@ -336,3 +355,7 @@ class ModelRunner:
             if layer.spec not in backends:
                 backends[layer.spec] = backend(layer.spec)
             layer.bind(backends[layer.spec], self.kv_caches[name])
+
+
+def _cache_part(layer: Attention, part: str) -> object:
+    return getattr(layer.kv_cache, part, None)

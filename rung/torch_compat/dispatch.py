@@ -25,9 +25,16 @@ def is_python_op(function: Any) -> bool:
     return bool(getattr(function, "_defined_in_python", False))
 
 
-def call_cpu_kernel(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Call the CPU kernel of an OpOverload below the Python dispatch key: a dispatch mode then sees what the kernel calls, not the op."""
-    return function.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments, **keywords)
+def call_device_kernel(function: Any, device_type: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Call the CPU or CUDA kernel of an OpOverload below the Python dispatch key: a dispatch mode then sees what the kernel calls, not the
+    op."""
+    key = torch._C.DispatchKey.CUDA if device_type == "cuda" else torch._C.DispatchKey.CPU
+    return function.redispatch(torch._C.DispatchKeySet(key), *arguments, **keywords)
+
+
+def occupy_stream(cycles: int) -> None:
+    """Keep the current CUDA stream busy for so many clock cycles. Can go when torch has a public kernel that waits."""
+    torch.cuda._sleep(cycles)
 
 
 def tree_leaves(values: Any) -> list[Any]:

@@ -199,22 +199,6 @@ def test_a_size_is_captured_once_it_was_seen_often_enough() -> None:
     assert target.counters[Count.CAPTURES] == 1
 
 
-def test_recapture_keeps_the_sizes_and_reads_what_was_bound_between() -> None:
-    module = nn.Linear(4, 4)
-    target = graphed(module.forward, torch.randn(3, 4), dims={"input": {0: "rows"}}, pad=("rows",), maximum=16)
-    with torch.no_grad():
-        for rows in (3, 8):
-            target(torch.randn(rows, 4))
-        module.weight = nn.Parameter(torch.eye(4))
-        owner = {target.compiled.plan.inputs[n].local: module for n in target.compiled.weights}
-        target.recapture(lambda: target.compiled.rebind(owner))
-        x = torch.randn(4, 4)
-        torch.testing.assert_close(target(x), module(x))
-    assert target._manager is not None
-    assert [descriptor.num_tokens for descriptor in target._manager.captured] == [8, 4]
-    assert target.counters[Count.CAPTURES] == 4
-
-
 def test_the_last_step_is_explained_and_every_step_is_a_line(tmp_path: Path) -> None:
     target = graphed(twice, torch.randn(3, 4), pad=("rows",), maximum=16, capture_sizes=(4,), step_trace=tmp_path / "steps.jsonl")
     for rows in (3, 3, 9):

@@ -26,6 +26,7 @@ from rung.graphs import (
 )
 from rung.graphs.descriptor import ConfiguredMode
 from rung.graphs.dispatch import plan_descriptors
+from rung.graphs.guard import Addresses, module_tensors
 from tests.graphs.toys import (
     PLANS,
     ToyPlan,
@@ -340,10 +341,7 @@ def test_moved_weights_are_named(change: str) -> None:
     module.register_buffer("scale", torch.ones(4))
     plan = only(piece("piece_00", lambda x: (torch.nn.functional.linear(x, module.weight, module.bias) * module.scale,)))
 
-    def named() -> list[tuple[str, torch.Tensor]]:
-        return [*module.named_parameters(), *module.named_buffers()]
-
-    manager = make_manager(plan, parameters=named)
+    manager = make_manager(plan, addresses=Addresses(watched=lambda: module_tensors(module)))
     manager.capture([FULL_4])
     with torch.no_grad():
         module.weight.copy_(torch.eye(4))

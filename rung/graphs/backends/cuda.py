@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -13,6 +12,7 @@ from rung.compile.bound import BoundStep
 from rung.errors import InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
 from rung.graphs.backends.cuda_order import CudaStepOrder
+from rung.graphs.backends.finalisers import finalise, finalisers_parked
 from rung.torch_compat import end_allocation_to_pool
 
 _TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by item size; the true type is put back with view(dtype)
@@ -107,8 +107,11 @@ class CudaGraph(CapturedGraph):
 
     def release(self) -> None:
         if self.graph is not None:
-            self.graph.reset()
+            finalise(self.graph.reset)
             self.graph = None
+
+    def __del__(self) -> None:
+        self.release()  # of a manager that was dropped, perhaps while another one captures
 
 
 class CudaBackend(GraphBackend):
@@ -139,17 +142,13 @@ class CudaBackend(GraphBackend):
         if outer == self._stream:
             yield
             return
-        gc.collect()  # a finaliser that frees device memory during a capture could invalidate it
-        collects = gc.isenabled()
-        gc.disable()
-        self._stream.wait_stream(outer)
-        try:
-            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                yield
-        finally:
-            outer.wait_stream(self._stream)
-            if collects:
-                gc.enable()
+        with finalisers_parked():
+            self._stream.wait_stream(outer)
+            try:
+                with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                outer.wait_stream(self._stream)
 
     @contextmanager
     def capture(self, pool: GraphPool, generators: Sequence[torch.Generator] = ()) -> Iterator[CapturedGraph]:

@@ -19,9 +19,10 @@ from rung.compile.bound import BoundStep
 from rung.errors import CaptureError, InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
 from rung.graphs.backends.recorded_memory import RecordedPool, alias_of, plain_tensors, storage_key
+from rung.graphs.device_reads import waits_for_device
 from rung.torch_compat import (
     TorchDispatchMode,
-    call_cpu_kernel,
+    call_device_kernel,
     generator_key,
     is_python_op,
     map_tensors,
@@ -96,7 +97,7 @@ class _Recorder(TorchDispatchMode):
         keywords = kwargs or {}
         if is_python_op(func):
             with self:
-                return call_cpu_kernel(func, args, keywords)
+                return call_device_kernel(func, "cpu", args, keywords)
         self._check(func, args, keywords)
         record = Record(func, self._freeze(args), self._freeze(keywords))
         outputs = func(*args, **keywords)
@@ -116,7 +117,7 @@ class _Recorder(TorchDispatchMode):
         return outputs
 
     def _check(self, func: Any, args: Any, keywords: dict[str, Any]) -> None:
-        if _waits_for_device(func, args, keywords):
+        if waits_for_device(func, args, keywords):
             raise CaptureError(
                 f"{func._schema.name} reads device values on the host",
                 hint="keep lengths and indices on the device inside a graph, or mark the code with an eager break",
@@ -233,16 +234,3 @@ def _land(fresh: torch.Tensor, target: torch.Tensor) -> None:
             place.copy_(source)
             return
     target.copy_(fresh)
-
-
-def _waits_for_device(func: Any, args: Any, keywords: dict[str, Any]) -> bool:
-    """Whether the same call on CUDA would have to copy values to the host."""
-    if torch.Tag.data_dependent_output in func.tags:
-        return True
-    name = func._schema.name
-    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
-        masked = any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        return masked and (name == "aten::index" or args[2].numel() != 1)
-    if name == "aten::repeat_interleave":
-        return keywords.get("output_size") is None and (len(args) < 3 or args[2] is None) and isinstance(args[0], torch.Tensor)
-    return torch.Tag.dynamic_output_shape in func.tags

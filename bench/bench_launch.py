@@ -193,7 +193,7 @@ def warm_rows() -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as folder:
             places = {"RUNG_CACHE_DIR": f"{folder}/rung", "TRITON_CACHE_DIR": f"{folder}/triton", "BENCH_LAUNCH": folder}
             times = []
-            for number in range(6):
+            for number in range(4):
                 command = [sys.executable, "-c", PROCESS.format(body=body), str(int(number == 0))]
                 result = subprocess.run(command, env={**os.environ, **places}, capture_output=True, text=True, check=False)
                 if result.returncode:
@@ -241,12 +241,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     options = parser.parse_args()
-    rows = [row for part in (host_rows, refusals, attention_rows, warm_rows) for row in part()]
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    rows = []
+    for part in (host_rows, refusals, attention_rows, warm_rows):
+        for row in part():
+            rows.append(row)
+            what, name, value = row
+            print(f"{what:38} {name:36} {value if isinstance(value, str) else format(value, '.2f')}", flush=True)
     if options.json:
         options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1))
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}")
-    for what, name, value in rows:
-        print(f"{what:38} {name:36} {value if isinstance(value, str) else format(value, '.2f')}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ _HINTS = {
     200: "the kernel image is damaged; export the kernel again",
     201: "initialise CUDA on this device first, for example with torch.cuda.init()",
     209: "the machine code is for another kind of device; export the kernel for this device's compute capability",
+    500: "the machine code has no kernel of the image's entry name; export the kernel again",
     700: "an earlier kernel read or wrote outside its memory; the process must be restarted",
     701: "the kernel needs more registers or shared memory than a block can have",
     720: "a cooperative grid must fit on the device at once; launch fewer blocks",
@@ -103,7 +104,10 @@ class CudaDriver(Driver):
 
         self._cuda: ModuleType = driver
         self._contexts: dict[int, Any] = {}
-        self._call(driver.cuInit, 0)
+        try:
+            self._call(driver.cuInit, 0)
+        except Exception as error:  # without a driver library cuda-bindings raise what they find fitting
+            raise BackendUnavailableError(f"kernels cannot be launched: {error}", hint="install the NVIDIA driver") from error
 
     def capability(self, ordinal: int) -> int:
         which = self._cuda.CUdevice_attribute

@@ -35,16 +35,16 @@ class LoadedKernel:
     def __init__(self, image: KernelImage, ordinal: int, driver: Driver) -> None:
         self.image, self.ordinal, self.driver = image, ordinal, driver
         self._module: Any = driver.load(ordinal, image.cubin)
-        self.function: Any = driver.function(ordinal, self._module, image.entry)
-        blocks = image.cluster[0] * image.cluster[1] * image.cluster[2]
-        if image.shared_bytes > _SHARED_WITHOUT_ASKING:
-            driver.allow_shared(ordinal, self.function, image.shared_bytes)
-        if blocks > _PORTABLE_CLUSTER:
-            driver.allow_large_clusters(ordinal, self.function)
-
-    @property
-    def is_loaded(self) -> bool:
-        return self._module is not None
+        self.function: Any = None
+        try:
+            self.function = driver.function(ordinal, self._module, image.entry)
+            if image.shared_bytes > _SHARED_WITHOUT_ASKING:
+                driver.allow_shared(ordinal, self.function, image.shared_bytes)
+            if image.cluster[0] * image.cluster[1] * image.cluster[2] > _PORTABLE_CLUSTER:
+                driver.allow_large_clusters(ordinal, self.function)
+        except LaunchError:
+            self.unload()
+            raise
 
     def unload(self) -> None:
         """Unload the module; a second call does nothing. Later launches raise `LaunchError`."""

@@ -30,7 +30,7 @@ def export_triton(
     if ours != compiled.parameter_bytes:
         raise KernelExportError(
             f"{compiled.entry} takes parameters of {compiled.parameter_bytes} bytes, its signature says {ours}",
-            hint="this Triton passes parameters in another way; use 3.6, or launch the kernel through Triton",
+            hint="this Triton passes parameters in another way; launch the kernel through it",
         )
     return KernelImage(
         cubin=compiled.cubin,

@@ -1,17 +1,18 @@
 """Images of our own Triton kernels: from the store where it has them, else compiled and kept there.
 
-A kernel is named by the module and the function that hold it. The keys are over the module's source text, so a warm start imports neither
-the module nor Triton; everything that a kernel calls lies in its module.
+A kernel is named by the module and the function that hold it. The keys are over the source text of the module and of what it imports from
+its own package, so a warm start imports neither the module nor Triton.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rung.errors import ArtifactError, CacheError, KernelExportError
 from rung.launch.image import KernelImage
 from rung.launch.specialise import Specialisation
 from rung.launch.triton_export import export_triton
-from rung.torch_compat import TritonParameter, triton_parameters
+from rung.torch_compat import TritonParameter, triton_parameters, triton_version
 
 _FORMAT = 1
 _IMAGES = "kernels"
@@ -35,7 +36,7 @@ class TritonImages:
         self.module, self.name, self.store = module, name, store
         self.compiles = self.store_hits = 0
         self.unsaved = ""
-        self._factors = {"format": _FORMAT, "module": module, "kernel": name, "source": _source_hash(module), "triton": _triton_version()}
+        self._factors = {"format": _FORMAT, "module": module, "kernel": name, "source": _source_hash(module), "triton": triton_version()}
 
     def parameters(self) -> tuple[TritonParameter, ...]:
         """The kernel's parameters."""
@@ -99,15 +100,24 @@ class TritonImages:
             self.unsaved = error.message
 
 
+@functools.cache
 def _source_hash(module: str) -> str:
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise KernelExportError(f"there is no module {module}", hint="name the module that holds the kernel")
-    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    """Hash of the text of a module and, transitively, of the modules of its top package that it imports; nothing is imported."""
+    texts: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise KernelExportError(f"there is no module {name}", hint="name the module that holds the kernel")
+        texts[name] = Path(spec.origin).read_text(encoding="utf-8")
+        waiting += [found for found in _imports(texts[name], module.partition(".")[0]) if found not in texts]
+    return hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
 
 
-def _triton_version() -> str:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return "not installed"
+def _imports(text: str, package: str) -> list[str]:
+    """The modules of `package` that a source imports by their full names."""
+    nodes = list(ast.walk(ast.parse(text)))
+    names = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return [name for name in names if name.startswith(package + ".")]

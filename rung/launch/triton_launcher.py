@@ -16,7 +16,7 @@ from rung.launch.kernel import LoadedKernel, launch_attributes
 from rung.launch.packing import ParameterBuffer
 from rung.launch.specialise import generate_run, specialise
 from rung.launch.triton_images import TritonImages
-from rung.torch_compat import TritonParameter, triton_interpreted
+from rung.torch_compat import TritonParameter, triton_interpreted, why_no_triton_export
 
 _MAX_KEYS = 4096  # integers enter the key as they are, and a caller's may be endless; images do not multiply with them
 
@@ -25,7 +25,8 @@ def launch_road() -> str:
     """How our Triton kernels are launched in this process: "prebound", or "triton: " and the reason."""
     if triton_interpreted():
         return "triton: its interpreter is on"
-    return "prebound" if (reason := why_no_cuda_bindings()) is None else f"triton: {reason}"
+    reason = why_no_cuda_bindings() or why_no_triton_export()
+    return "prebound" if reason is None else f"triton: {reason}"
 
 
 class TritonLauncher:

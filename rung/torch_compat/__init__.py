@@ -48,7 +48,15 @@ from rung.torch_compat.sizes import (
     upper_bound,
 )
 from rung.torch_compat.streams import raw_stream_calls
-from rung.torch_compat.triton_compile import CompiledTriton, TritonParameter, compile_triton, triton_interpreted, triton_parameters
+from rung.torch_compat.triton_compile import (
+    CompiledTriton,
+    TritonParameter,
+    compile_triton,
+    triton_interpreted,
+    triton_parameters,
+    triton_version,
+    why_no_triton_export,
+)
 from rung.torch_compat.user_code import is_user_file, place
 
 __all__ = [
@@ -101,7 +109,9 @@ __all__ = [
     "tree_leaves",
     "triton_interpreted",
     "triton_parameters",
+    "triton_version",
     "unproved_relations",
     "upper_bound",
     "where_fixed",
+    "why_no_triton_export",
 ]

@@ -1,7 +1,7 @@
 """Compiling a Triton kernel to machine code without launching it: the one place that knows Triton's private API.
 
-Checked on Triton 3.6.0. What a launch has to know beyond these fields is refused, not guessed: the parameters are counted against the
-entry of the generated PTX, and metadata that concern a launch under unknown names are an error.
+Checked on Triton 3.6.0, 3.7.0 and 3.8.0. What a launch has to know beyond these fields is refused, not guessed: the parameters are
+counted against the entry of the generated PTX, and metadata that concern a launch under unknown names are an error.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rung.errors import KernelExportError
 
-_HINT = "use a Triton that rung was checked on (3.6), or launch the kernel through Triton"
+CHECKED_TRITON = ("3.6", "3.7", "3.8")
+_HINT = f"use a Triton that rung was checked on ({', '.join(CHECKED_TRITON)}), or launch the kernel through Triton"
 _LAUNCH_METADATA = {"launch_cooperative_grid", "launch_pdl"}
 _PTX_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 
@@ -54,6 +56,24 @@ def triton_interpreted() -> bool:
 
         return bool(knobs.runtime.interpret)
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "y", "yes", "true", "on")
+
+
+def triton_version() -> str:
+    """The installed version, empty when there is none. Does not import Triton."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+def why_no_triton_export() -> str | None:
+    """The reason why this Triton's kernels are not compiled for a launcher of ours, or None."""
+    found = triton_version()
+    if not found:
+        return "Triton is not installed"
+    if ".".join(found.split(".")[:2]) not in CHECKED_TRITON:
+        return f"Triton {found} is not one that rung was checked on ({', '.join(CHECKED_TRITON)})"
+    return None
 
 
 def triton_parameters(kernel: Any) -> tuple[TritonParameter, ...]:

@@ -33,3 +33,9 @@ def test_missing_private_api_is_named_and_fails(rung: Callable[..., Result], mon
     result = rung("doctor")
     assert result.exit_code == 1
     assert "MISSING: torch._gone" in result.stdout
+
+
+def test_says_how_kernels_are_launched(rung: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rung.launch.launch_road", lambda: "triton: for a reason")
+    assert json.loads(rung("doctor", "--json").stdout)["kernel_launches"] == "triton: for a reason"
+    assert "triton: for a reason" in rung("doctor").stdout

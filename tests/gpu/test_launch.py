@@ -17,8 +17,9 @@ from rung.errors import KernelArgumentError, LaunchError
 from rung.launch import CudaDriver, KernelImage, LoadedKernel, PreboundKernel, Scratch, TritonLauncher, launch_road, torch_scratch
 from rung.launch.driver import why_no_cuda_bindings
 from rung.launch.specialise import specialise
-from rung.runner.ops import TritonStepOps, triton_ops
+from rung.runner.ops import TritonStepOps, triton_decode, triton_ops
 from tests.attention.cases import NAN, make_batch, make_spec
+from tests.runner.decode_worlds import DecodeWorld, draw
 from tests.runner.step_worlds import LARGE, SMALL, TINY, RandomBatch, Sizes, World
 
 pytestmark = [
@@ -119,6 +120,23 @@ def test_step_kernels_equal_tritons_launch(sizes: Sizes, monkeypatch: pytest.Mon
     through_triton(monkeypatch, triton_ops)
     for ours, theirs in zip(prebound, states(second), strict=True):
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_decode_kernels_equal_tritons_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(6)
+    first, second = DecodeWorld(TritonStepOps(), "cuda"), DecodeWorld(TritonStepOps(), "cuda")
+    drawn = [draw(rng) for _ in range(20)]
+    prebound = []
+    for contents, rows in drawn:
+        first.load(contents)
+        first.step(rows)
+        prebound.append({name: values.clone() for name, values in first.tensors.items()})
+    assert launched(triton_decode) >= 3
+    through_triton(monkeypatch, triton_decode)
+    for (contents, rows), ours in zip(drawn, prebound, strict=True):
+        second.load(contents)
+        second.step(rows)
+        assert [name for name, values in second.tensors.items() if not torch.equal(ours[name], values)] == []
 
 
 def test_kernels_with_much_shared_memory_run() -> None:

@@ -140,6 +140,17 @@ def test_after_unloading_nothing_is_launched() -> None:
     assert driver.calls == [("load", 0, b"code"), ("unload", 0, b"code")]
 
 
+def test_a_kernel_that_is_refused_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise LaunchError("too much", code=1)
+
+    driver = driver_for(PLAIN)
+    monkeypatch.setattr(driver, "allow_shared", refuse)
+    with pytest.raises(LaunchError, match="too much"):
+        LoadedKernel(image_of("*fp32", shared_bytes=10**6), 0, driver)
+    assert [call[0] for call in driver.calls] == ["load", "unload"]
+
+
 def test_collecting_a_kernel_calls_nothing() -> None:
     driver = driver_for(PLAIN)
     LoadedKernel(PLAIN, 0, driver)

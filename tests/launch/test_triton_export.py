@@ -93,3 +93,13 @@ def test_parameters_that_the_signature_does_not_name_are_refused(kernels: Any, m
     monkeypatch.setattr(triton_compile, "_entry_parameters", lambda ptx, name: (8, 8, 8, 4, 4, 8, 8, 8))
     with pytest.raises(KernelExportError, match=r"takes parameters of \(8, 8, 8, 4, 4, 8, 8, 8\) bytes"):
         export_triton(kernels.scale_kernel, TYPES, {"BLOCK": 64}, capability=90)
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [("3.6.0", None), ("3.8.1", None), ("3.60.0", "Triton 3.60.0 is not one"), ("4.0.0", "Triton 4.0.0 is not one"), ("", "not installed")],
+)
+def test_only_checked_versions_export(version: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_compile, "triton_version", lambda: version)
+    found = triton_compile.why_no_triton_export()
+    assert (found is None) if reason is None else (found is not None and reason in found)

@@ -17,7 +17,7 @@ from rung.errors import KernelArgumentError
 from rung.launch import launch_road
 from rung.launch.image import KernelImage, Parameter
 from rung.launch.specialise import Specialisation
-from rung.launch.triton_images import TritonImages
+from rung.launch.triton_images import TritonImages, _source_hash
 from rung.launch.triton_launcher import TritonLauncher
 from rung.torch_compat import TritonParameter
 from tests.launch.fakes import FakeDriver, FakeTensor
@@ -179,21 +179,32 @@ def test_a_wrong_number_of_arguments(launcher: TritonLauncher, arguments: Any) -
 # --- roads ---------------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_road_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rung.launch.triton_launcher.why_no_cuda_bindings", lambda: "cuda-bindings is not installed")
-    monkeypatch.setattr("rung.launch.triton_launcher.triton_interpreted", lambda: False)
-    assert launch_road() == "triton: cuda-bindings is not installed"
+@pytest.mark.parametrize(
+    ("interpreted", "no_bindings", "no_export", "road"),
+    [
+        (False, None, None, "prebound"),
+        (True, None, None, "triton: its interpreter is on"),
+        (False, "cuda-bindings is not installed", None, "triton: cuda-bindings is not installed"),
+        (False, None, "Triton 9.1 is not one", "triton: Triton 9.1 is not one"),
+    ],
+)
+def test_the_road(interpreted: bool, no_bindings: str | None, no_export: str | None, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rung.launch.triton_launcher.why_no_cuda_bindings", lambda: no_bindings)
+    monkeypatch.setattr("rung.launch.triton_launcher.why_no_triton_export", lambda: no_export)
+    monkeypatch.setattr("rung.launch.triton_launcher.triton_interpreted", lambda: interpreted)
+    assert launch_road() == road
 
 
-def test_the_road_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rung.launch.triton_launcher.triton_interpreted", lambda: True)
-    assert launch_road() == "triton: its interpreter is on"
+def test_tritons_own_launcher_is_called_on_its_road(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
 
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *values, **named: calls.append((grid, values, named))
 
-def test_the_prebound_road(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rung.launch.triton_launcher.why_no_cuda_bindings", lambda: None)
-    monkeypatch.setattr("rung.launch.triton_launcher.triton_interpreted", lambda: False)
-    assert launch_road() == "prebound"
+    monkeypatch.setattr("rung.launch.triton_images.TritonImages.kernel", lambda self: Kernel())
+    TritonLauncher(MODULE, "scale_kernel", road="triton: asked for").run((5, 1, 1), 1, 2, BLOCK=64, num_warps=2)
+    assert calls == [((5, 1, 1), (1, 2), {"BLOCK": 64, "num_warps": 2})]
 
 
 # --- the store -----------------------------------------------------------------------------------------------------------------------
@@ -236,3 +247,19 @@ def test_a_damaged_image_is_built_again(tmp_path: Path) -> None:
     for blob in (tmp_path / "blobs").iterdir():
         blob.write_bytes(b"damaged")
     assert run(tmp_path)[:2] == ["1", "0"]
+
+
+def test_the_key_covers_what_a_module_imports_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "toys"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "kernels.py").write_text("import os\nfrom toys.helpers import helper\n")
+    (package / "helpers.py").write_text("from toys.deeper import thing\n")
+    (package / "deeper.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hashes = [_source_hash.__wrapped__("toys.kernels")]
+    for name in ("deeper", "helpers", "kernels"):
+        with (package / f"{name}.py").open("a") as file:
+            file.write("# changed\n")
+        hashes.append(_source_hash.__wrapped__("toys.kernels"))
+    assert len(set(hashes)) == 4

@@ -1,5 +1,5 @@
 """The Triton kernels of paged attention. Importing this file needs Triton; `triton_paged` names it to its launchers, which import it
-when they compile. Whatever a kernel calls lies in this file: its text is the key of the compiled kernels.
+when they compile.
 
 Lengths are read on the device, so one compiled kernel and one launch shape serve every batch of a captured size. Counts that change
 from step to step are never specialised on; strides are, because they are fixed for a model and widen the loads.

@@ -1,5 +1,5 @@
 """The Triton kernels of a step. Importing this file needs Triton; `triton_ops` names it to its launchers, which import it when they
-compile. Whatever a kernel calls lies in this file: its text is the key of the compiled kernels.
+compile.
 
 Every count and length is either read on the device or passed unspecialised, so each kernel compiles once for a runner. Row r belongs to
 the request whose range in `query_start_loc` holds it, found by a binary search; `num_slots` is R, and 2 ** SEARCH_STEPS is above it.

@@ -180,6 +180,10 @@ class StateError(UserError, RuntimeError):
     """A call of the runner came out of order."""
 
 
+class StepFailedError(UserError, RuntimeError):
+    """A plan was applied and its step failed; the requests of the plan cannot go on, others can. The cause is chained."""
+
+
 class RequestError(UserError, ValueError):
     """A request is not acceptable; other requests are unharmed."""
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from rung.errors import InternalError, RequestError
+from rung.errors import InternalError, RequestError, StepFailedError
 from rung.runner.admission import Admission, Prompt
 from rung.runner.executor.base import Executor
 from rung.runner.output import ModelRunnerOutput
@@ -28,6 +28,7 @@ class Completion:
     text: str
     finish_reason: FinishReason
     seed: int | None
+    error: str | None = None  # why, when the finish reason is ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +49,15 @@ class _Output:
     detokenizer: Detokenizer | None
     stop_text: StopText
     parts: list[str] = field(default_factory=list)
+    error: str | None = None
 
 
 class Engine:
     """Adds requests, steps, and hands out text. Not thread-safe.
 
     A step enqueues the next plan before it waits for the tokens of the oldest one in flight. Bad input raises before anything of the call
-    is scheduled, and leaves other requests as they are."""
+    is scheduled, and leaves other requests as they are. When a step fails, `step` raises its error; the requests of that step end with the
+    finish reason ERROR, which the next `step` hands out, and all others go on."""
 
     def __init__(
         self,
@@ -96,9 +99,7 @@ class Engine:
         enqueued = len(self._in_flight) < self.scheduler.config.steps_in_flight and self._enqueue()
         updates, self._undelivered = self._undelivered, []
         if self._in_flight and (not enqueued or len(self._in_flight) >= self.scheduler.config.steps_in_flight):
-            output = self._in_flight.popleft().result()
-            assert output is not None
-            updates += self._take(output)
+            updates += self._take(self._in_flight.popleft())
         elif not enqueued and not updates and self.scheduler.has_unfinished:
             raise InternalError("requests are unfinished, but nothing could be scheduled and nothing is in flight")
         return updates
@@ -176,13 +177,32 @@ class Engine:
         plan = self.scheduler.schedule()
         if not (plan.num_scheduled_tokens or plan.finished_request_ids or plan.preempted_request_ids):
             return False
-        if self.executor.execute_model(plan).result() is not None:
-            return False  # a plan without tokens was applied
-        self._in_flight.append(self.executor.sample_tokens())
+        try:
+            if self.executor.execute_model(plan).result() is not None:
+                return False  # a plan without tokens was applied
+            tokens = self.executor.sample_tokens()
+            if tokens.done() and (failure := tokens.exception()) is not None:
+                raise failure
+        except StepFailedError as error:
+            raise self._fail(self.scheduler.fail(newest=True), error.__cause__ or error) from None
+        self._in_flight.append(tokens)
         return True
 
-    def _take(self, output: ModelRunnerOutput) -> list[Update]:
+    def _take(self, tokens: Future[ModelRunnerOutput | None]) -> list[Update]:
+        try:
+            output = tokens.result()
+        except Exception as error:  # the device's: it shows when the tokens are read
+            raise self._fail(self.scheduler.fail(newest=False), error) from None
+        assert output is not None
         return [self._update(self._outputs[request.request_id], tokens) for request, tokens in self.scheduler.update(output)]
+
+    def _fail(self, requests: Sequence[Request], error: BaseException) -> BaseException:
+        """Give the failed requests their last updates."""
+        for request in requests:
+            output = self._outputs[request.request_id]
+            output.error = f"{type(error).__name__}: {error}"
+            self._undelivered.append(self._update(output, ()))
+        return error
 
     def _update(self, output: _Output, tokens: Sequence[int]) -> Update:
         """Turn new tokens into text, and end the request when its text says so."""
@@ -213,6 +233,7 @@ class Engine:
             text="".join(output.parts),
             finish_reason=request.finish_reason,
             seed=request.sampling.seed,
+            error=output.error,
         )
 
 

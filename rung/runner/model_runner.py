@@ -15,7 +15,7 @@ from torch import nn
 from rung.attention import Attention, AttentionBackend, AttentionSpec, attention_layers
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
-from rung.errors import ConfigError, StateError
+from rung.errors import ConfigError, StateError, StepFailedError
 from rung.graphs import Dispatch, StepTrace
 from rung.runner.batch import Batch, dummy_batch, dummy_query_lens, gather_batch
 from rung.runner.block_table import BlockTable
@@ -33,6 +33,12 @@ from rung.runner.sampler import Sampler
 from rung.runner.slots import RequestSlots
 from rung.runner.step_trace import record_step
 from rung.runner.transfer import HostToDevice
+
+
+def _failed(error: Exception) -> StepFailedError:
+    return StepFailedError(
+        f"a step failed: {type(error).__name__}: {error}", hint="finish the plan's requests; the runner takes plans for all others"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +132,8 @@ class ModelRunner:
     @torch.no_grad()
     def execute_model(self, plan: StepPlan) -> ModelRunnerOutput | None:
         """Apply the plan and enqueue its forward pass. None: call `sample_tokens` next. A plan without tokens is applied and gives an empty
-        output. Raises `StateError` when the last step was not sampled; a plan that is refused changes nothing."""
+        output. Raises `StateError` when the last step was not sampled; a plan that is refused changes nothing. Raises `StepFailedError`
+        when the plan was applied and its step failed: nothing is parked, and the requests of the plan can only be finished."""
         if self._parked is not None:
             raise StateError(
                 "State error: sample_tokens() must be called after execute_model() returns None.",
@@ -134,25 +141,31 @@ class ModelRunner:
             )
         self._check_bound()
         self._checker.check(plan)
-        self._apply(plan)
-        if not plan.num_scheduled_tokens:
-            return EMPTY_OUTPUT
-        self._parked = self._run(gather_batch(plan.num_scheduled_tokens, self.slots), plan.num_steps, in_graph=not plan.has_bitmask)
+        try:
+            self._apply(plan)
+            if not plan.num_scheduled_tokens:
+                return EMPTY_OUTPUT
+            self._parked = self._run(gather_batch(plan.num_scheduled_tokens, self.slots), plan.num_steps, in_graph=not plan.has_bitmask)
+        except Exception as error:
+            raise _failed(error) from error
         return None
 
     @torch.no_grad()
     def sample_tokens(self, bitmask: torch.Tensor | None = None) -> AsyncOutput | None:
         """Sample the parked step and advance its requests. `bitmask` is int32 [num_requests, ceil(vocab / 32)] in batch order. Returns None
-        when nothing is parked."""
+        when nothing is parked, raises `StepFailedError` as `execute_model` does."""
         if self._parked is None:
             return None
+        if bitmask is not None and self._parked.tokens is not None:
+            raise StateError("a grammar mask came for a step that its graph has sampled already", hint="set has_bitmask in the step's plan")
         parked, self._parked = self._parked, None
+        try:
+            return self._sample_steps(parked, bitmask)
+        except Exception as error:
+            raise _failed(error) from error
+
+    def _sample_steps(self, parked: ParkedStep, bitmask: torch.Tensor | None) -> AsyncOutput:
         if parked.tokens is not None:
-            if bitmask is not None:
-                self._parked = parked
-                raise StateError(
-                    "a grammar mask came for a step that its graph has sampled already", hint="set has_bitmask in the step's plan"
-                )
             self._advance_mirrors(parked.batch, parked.num_steps)
             return self._end_step(AsyncOutput(parked.batch.request_ids, parked.tokens, None, self._copy_stream))
         steps = [self._sample(parked, bitmask)]

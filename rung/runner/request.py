@@ -12,6 +12,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end token, a stop token or a stop text
     LENGTH = "length"  # max_tokens, or the context is full
     ABORT = "abort"  # cancelled
+    ERROR = "error"  # a step of the request failed
 
 
 class RequestStatus(StrEnum):

@@ -13,6 +13,12 @@ from rung.runner.plan import CachedRequest, NewRequest, StepPlan
 from rung.runner.request import FinishReason, Request, RequestStatus
 
 
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    requests: list[Request]
+    sampling: list[Request]  # those that get tokens
+
+
 @dataclass(slots=True)
 class _Draft:
     """A plan in the making."""
@@ -39,8 +45,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._left: set[str] = set()  # finished since the last plan, their slots still held by the runner
-        # The requests of each step whose tokens have not come back; a preempted one may have re-entered since, so ids would not do.
-        self._in_flight: deque[list[Request]] = deque()
+        # Each step whose tokens have not come back; a preempted request may have re-entered since, so ids would not do.
+        self._in_flight: deque[_StepInFlight] = deque()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `RequestError` when its id is in use."""
@@ -88,7 +94,7 @@ class Scheduler:
     def update(self, output: ModelRunnerOutput) -> list[tuple[Request, list[int]]]:
         """Take the tokens of the oldest step in flight; returns each request that got some, with them. Requests that end are freed."""
         updates = []
-        sampling = {request.request_id: request for request in self._in_flight.popleft()}
+        sampling = {request.request_id: request for request in self._in_flight.popleft().sampling}
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
             request = sampling.get(request_id)
             if request is None or request.is_finished or not tokens:
@@ -103,6 +109,14 @@ class Scheduler:
                 self._release(request)
             updates.append((request, taken))
         return updates
+
+    def fail(self, *, newest: bool) -> list[Request]:
+        """The newest or the oldest step in flight failed: end its requests and return them. What they have computed is lost."""
+        step = self._in_flight.pop() if newest else self._in_flight.popleft()
+        failed = [request for request in step.requests if not request.is_finished]
+        for request in failed:
+            self.finish(request.request_id, FinishReason.ERROR)
+        return failed
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request now (a stop text, a cancellation). Unknown ids are ignored: the request may just have ended by itself."""
@@ -189,17 +203,17 @@ class Scheduler:
                 draft.grown.setdefault(request.request_id, []).extend(blocks)
         return num_steps
 
-    def _advance(self, scheduled: dict[str, int], num_steps: int) -> list[Request]:
-        """Count the plan's tokens as computed; returns the requests that sample a token in this step."""
+    def _advance(self, scheduled: dict[str, int], num_steps: int) -> _StepInFlight:
+        """Count the plan's tokens as computed."""
+        requests = [self.requests[request_id] for request_id in scheduled]
         sampling = []
-        for request_id, count in scheduled.items():
-            request = self.requests[request_id]
+        for request, count in zip(requests, scheduled.values(), strict=True):
             request.num_computed_tokens += count
             if request.num_computed_tokens == request.num_tokens:
                 request.num_computed_tokens += num_steps - 1
                 request.sampling_ahead(num_steps)
                 sampling.append(request)
-        return sampling
+        return _StepInFlight(requests, sampling)
 
     def _preempt(self, request: Request, draft: _Draft) -> None:
         draft.preempted.add(request.request_id)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Future
 
 import pytest
 
@@ -179,6 +180,48 @@ def test_an_unseeded_request_tells_its_seed() -> None:
 def test_a_wrong_number_of_parameters_is_refused() -> None:
     with pytest.raises(RequestError, match="1 sampling parameters came for 2 prompts"):
         make_engine()[0].generate([[1], [2]], [SamplingParams()])
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_a_failed_step_ends_its_requests_and_no_others(steps_in_flight: int) -> None:
+    model = TinyModel()
+    engine, runner = make_engine(model, steps_in_flight=steps_in_flight, max_num_tokens=16, max_num_requests=4)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=30), request_id="early")
+    for _ in range(4):
+        engine.step()
+    forward = runner.forward.run
+    failing = iter([True])
+
+    def run(*arguments: object) -> object:
+        if next(failing, False):
+            raise RuntimeError("out of luck")
+        return forward(*arguments)  # type: ignore[arg-type]
+
+    runner.forward.run = run  # type: ignore[method-assign, assignment]
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.step()
+    engine.add_request([4, 5], SamplingParams(max_tokens=6), request_id="late")
+    done: dict[str, Completion] = {}
+    while engine.has_work:
+        done |= {update.request_id: update.completion for update in engine.step() if update.completion}
+    assert done["early"].finish_reason is FinishReason.ERROR
+    assert done["early"].error == "RuntimeError: out of luck"
+    assert list(done["early"].token_ids) == model.greedy([1, 2, 3], 30)[: len(done["early"].token_ids)]
+    assert list(done["late"].token_ids) == model.greedy([4, 5], 6)
+    assert_nothing_left(engine, runner)
+
+
+def test_tokens_that_cannot_be_read_end_their_requests() -> None:
+    model = TinyModel()
+    engine, runner = make_engine(model, max_num_tokens=16, max_num_requests=4)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=30), request_id="early")
+    engine.step()
+    engine._in_flight[0] = Future()
+    engine._in_flight[0].set_exception(RuntimeError("device lost a page"))
+    with pytest.raises(RuntimeError, match="lost a page"):
+        engine.step()
+    assert engine.generate([[4, 5]], SamplingParams(max_tokens=6))[0].token_ids == tuple(model.greedy([4, 5], 6))
+    assert_nothing_left(engine, runner)
 
 
 def test_own_ids_pass_over_those_in_use() -> None:

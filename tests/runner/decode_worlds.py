@@ -68,6 +68,9 @@ def draw(rng: np.random.Generator) -> tuple[dict[str, torch.Tensor], int]:
     stop_ids[:, :2] = rng.integers(0, VOCAB, (SLOTS, 2))
     stop_ids[rng.random(SLOTS) < 0.5, 3] = logits[0].argmax()
     logits[rng.random(SLOTS) < 0.3] = logits[0]  # these rows stop, when greedy
+    failing = rng.random(SLOTS)
+    logits[failing < 0.1, rng.integers(0, VOCAB)] = np.nan
+    logits[failing > 0.9] = -np.inf
     numbers = {
         "idx_mapping": idx_mapping,
         "query_start_loc": np.minimum(np.arange(SLOTS + 1), count),

@@ -6,6 +6,7 @@ import torch
 
 from rung.counters import Counters
 from rung.runner import SamplingParams
+from rung.runner.batch import Batch
 from rung.runner.ops import StepOps, TorchStepOps
 from rung.runner.sampler import Sampler
 from rung.runner.transfer import HostToDevice
@@ -39,20 +40,29 @@ def test_sampling_equals_the_sampler_and_the_advance_of_a_step(step_ops: StepOps
         one.load(contents)
         one.ops.decode.inputs(one.slots, one.table, one.buffers, rows)
     world.ops.decode.sample(world.logits[:rows], world.slots, world.buffers, world.sampling, world.state)
-    sampler = Sampler(SLOTS, HostToDevice(torch.device("cpu"), Counters()), step.ops)
+    sampler = Sampler(step.slots, HostToDevice(torch.device("cpu"), Counters()), step.ops)
     for slot in range(SLOTS):
         params = SamplingParams(temperature=float(contents["temperature"][slot]), seed=int(contents["seed"][slot]))
         sampler.add(slot, params)
     sampler.apply_staged_writes()
     idx, seq_lens = step.buffers.idx_mapping[:rows], step.buffers.seq_lens[:rows]
-    sampled = sampler.sample(step.logits[:rows], idx, idx.numpy(), seq_lens)
+    batch = Batch(
+        request_ids=("",) * rows,
+        idx_mapping=idx.numpy(),
+        query_lens=np.ones(rows, np.int32),
+        query_start_loc=np.arange(rows + 1, dtype=np.int32),
+        seq_lens=seq_lens.numpy(),
+        has_prefill=False,
+        uniform_query_len=1,
+    )
+    sampled = sampler.sample(step.logits[:rows], idx, seq_lens, batch).tokens
     num_sampled = step.ops.num_sampled(idx, seq_lens, step.slots.prefill_len, rows)
-    step.ops.advance(step.slots, step.buffers.idx_mapping, step.buffers.query_start_loc, sampled, num_sampled)
+    step.ops.advance(step.slots, step.buffers.idx_mapping, step.buffers.query_start_loc, sampled.clamp(min=0), num_sampled)
     for name in ("num_computed_tokens", "total_len", "all_token_ids", "last_sampled_tokens"):
         assert torch.equal(world.tensors[name], step.tensors[name]), name
     expected = torch.where(num_sampled > 0, sampled, -1)
     assert torch.equal(world.state.history[int(world.state.step) % world.state.history.shape[0], :rows], expected)
-    stopped = (contents["stop_ids"][idx] == expected.unsqueeze(1)).any(1) & (expected >= 0)
+    stopped = (contents["stop_ids"][idx] == expected.unsqueeze(1)).any(1) & (expected >= 0) | (expected < -1)
     assert torch.equal(world.buffers.idx_mapping[:rows], torch.where(stopped, -1, idx))
 
 

@@ -31,7 +31,7 @@ class DecodeState:
 
     enabled: torch.Tensor  # int32 [1]; 0: the graph ends with the logits, somebody else samples and advances
     step: torch.Tensor  # int64 [1], replays so far
-    history: torch.Tensor  # int64 [H, R], in row `step % H` the token of each batch row, -1 where none was sampled
+    history: torch.Tensor  # int64 [H, R], in row `step % H` the token of each batch row, -1 where none was sampled, below where it failed
 
     @classmethod
     def allocate(cls, num_steps: int, max_num_requests: int, device: torch.device) -> DecodeState:
@@ -55,4 +55,5 @@ class DecodeOps(ABC):
     def sample(self, logits: torch.Tensor, slots: RequestSlots, buffers: InputBuffers, sampling: RowSampling, state: DecodeState) -> None:
         """Count the step, and when enabled: sample each row of logits [rows, vocab], greedy or with Gumbel noise (`noise.gumbel_noise`),
         write the tokens to the history, and advance the slots. A row that samples one of its stop tokens loses its slot in
-        `buffers.idx_mapping`, so that later replays leave it alone."""
+        `buffers.idx_mapping`, so that later replays leave it alone; so does one that fails (`sampler.failures`), whose mark goes to the
+        history and token 0 to the slot."""

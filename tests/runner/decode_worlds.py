@@ -53,7 +53,8 @@ class DecodeWorld:
 
     def differences(self, oracle: DecodeWorld) -> list[str]:
         """The names of the tensors that are not equal."""
-        return [name for name, values in self.tensors.items() if not torch.equal(values.cpu(), oracle.tensors[name].cpu())]
+        pairs = {name: (values.cpu(), oracle.tensors[name].cpu()) for name, values in self.tensors.items()}
+        return [name for name, (mine, theirs) in pairs.items() if not torch.allclose(mine, theirs, rtol=0, atol=0, equal_nan=True)]
 
 
 def draw(rng: np.random.Generator) -> tuple[dict[str, torch.Tensor], int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+_SCALE = 2.0**52  # of masses as integers: a float32 is scaled exactly, and the sum of a distribution fits in 64 bits
+
 
 def min_p_(logits: torch.Tensor, min_p: torch.Tensor) -> None:
     """Mask, in place, tokens whose probability is below `min_p` [rows] times that of the best one. Logits float32 [rows, vocab]."""
@@ -18,9 +20,10 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
     rank = torch.arange(vocab, device=logits.device)
     limit = torch.where(top_k > 0, top_k, vocab).unsqueeze(1)
     values = values.masked_fill(rank >= limit, -torch.inf)
-    probabilities = values.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities  # mass of the more likely tokens
+    # Sums of integers are exact, so that they do not depend on how a device adds, which changes with the number of rows.
+    mass = (values.softmax(dim=-1) * _SCALE).to(torch.int64)
+    before = mass.cumsum(dim=-1) - mass  # of the more likely tokens
     # A row without top-p keeps all: rounding may bring the mass to 1 before the last token.
-    drop = (before >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
+    drop = (before >= (top_p * _SCALE).to(torch.int64).unsqueeze(1)) & (top_p < 1).unsqueeze(1)
     drop[:, 0] = False
     return torch.empty_like(logits).scatter_(1, order, values.masked_fill(drop, -torch.inf))

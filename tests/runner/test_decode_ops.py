@@ -9,8 +9,9 @@ from rung.runner import SamplingParams
 from rung.runner.batch import Batch
 from rung.runner.ops import StepOps, TorchStepOps
 from rung.runner.sampler import Sampler
+from rung.runner.sampler.failures import NAN_TOKEN, NOTHING_ALLOWED_TOKEN
 from rung.runner.transfer import HostToDevice
-from tests.runner.decode_worlds import SLOTS, VOCAB, DecodeWorld, draw
+from tests.runner.decode_worlds import HISTORY, SLOTS, VOCAB, DecodeWorld, draw
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -97,3 +98,33 @@ def test_a_row_of_nan_gives_a_token_of_the_vocabulary(step_ops: StepOps) -> None
     world.load({"enabled": torch.ones(1), "idx_mapping": torch.arange(SLOTS), "prefill_len": torch.ones(SLOTS)})
     world.step(rows)
     assert 0 <= int(world.slots.last_sampled_tokens[0, 0]) < VOCAB
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_pick_outside_of_a_graph_is_that_of_the_graph(step_ops: StepOps, seed: int) -> None:
+    contents, rows = draw(np.random.default_rng(seed))
+    contents["enabled"] = torch.ones(1)
+    contents["prefill_len"] = torch.zeros(SLOTS)
+    world = DecodeWorld(step_ops)
+    world.load(contents)
+    idx, seq_lens = world.buffers.idx_mapping[:rows].clone(), world.buffers.seq_lens[:rows]
+    picked = step_ops.decode.pick(world.logits[:rows], idx, seq_lens, world.sampling, any_random=True)
+    step_ops.decode.sample(world.logits[:rows], world.slots, world.buffers, world.sampling, world.state)
+    recorded = world.state.history[int(world.state.step) % HISTORY, :rows]
+    assert torch.equal(recorded, torch.where(idx >= 0, picked, -1))
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 2048, 2049])
+def test_a_pick_marks_rows_that_fail(step_ops: StepOps, vocab: int) -> None:
+    world = DecodeWorld(step_ops)
+    scores = torch.zeros(4, vocab)
+    scores[1, -1] = torch.nan
+    scores[2] = -torch.inf
+    scores[3, 0] = torch.inf
+    idx, seq_lens = torch.tensor([0, 1, -1, 2]), torch.ones(4, dtype=torch.int32)
+    assert step_ops.decode.pick(scores, idx, seq_lens, world.sampling, any_random=False).tolist() == [
+        0,
+        NAN_TOKEN,
+        NOTHING_ALLOWED_TOKEN,
+        0,
+    ]

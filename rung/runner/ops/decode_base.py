@@ -52,6 +52,18 @@ class DecodeOps(ABC):
         for queries of one token. Called once for each block table."""
 
     @abstractmethod
+    def pick(
+        self,
+        scores: torch.Tensor,  # [rows, vocab]
+        idx_mapping: torch.Tensor,  # int64 [rows]
+        seq_lens: torch.Tensor,  # int32 [rows]
+        sampling: RowSampling,
+        any_random: bool,  # whether some row has a temperature, which the host knows
+    ) -> torch.Tensor:
+        """The best token of each row, int64 [rows], at its temperature and with its noise as in `sample`, or a mark of
+        `sampler.failures`; for steps that sample outside of a graph. The same bits decide."""
+
+    @abstractmethod
     def sample(self, logits: torch.Tensor, slots: RequestSlots, buffers: InputBuffers, sampling: RowSampling, state: DecodeState) -> None:
         """Count the step, and when enabled: sample each row of logits [rows, vocab], greedy or with Gumbel noise (`noise.gumbel_noise`),
         write the tokens to the history, and advance the slots. A row that samples one of its stop tokens loses its slot in

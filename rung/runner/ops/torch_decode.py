@@ -37,15 +37,22 @@ class TorchDecodeOps(DecodeOps):
         block = table.table[slot, column].to(torch.int64)
         table.slot_mapping[:num_rows] = torch.where(valid, block * table.block_size + computed % table.block_size, PAD_SLOT)
 
+    def pick(
+        self, scores: torch.Tensor, idx_mapping: torch.Tensor, seq_lens: torch.Tensor, sampling: RowSampling, any_random: bool
+    ) -> torch.Tensor:
+        if any_random:
+            slot = idx_mapping.clamp(min=0)
+            temperature = torch.where(idx_mapping >= 0, sampling.temperature[slot], 0).unsqueeze(1)  # [rows, 1]
+            scores = scores.float()
+            noise = gumbel_noise(sampling.seed[slot], seq_lens.to(torch.int64), scores.shape[1])
+            scores = torch.where(temperature > 0, scores / torch.where(temperature > 0, temperature, 1) + noise, scores)
+        return mark_failures(scores, scores.argmax(dim=-1))
+
     def sample(self, logits: torch.Tensor, slots: RequestSlots, buffers: InputBuffers, sampling: RowSampling, state: DecodeState) -> None:
-        rows, vocab = logits.shape
+        rows = logits.shape[0]
         idx, seq_lens = buffers.idx_mapping[:rows], buffers.seq_lens[:rows]
         slot = idx.clamp(min=0)
-        temperature = sampling.temperature[slot].unsqueeze(1)  # [rows, 1]
-        scores = logits.float()
-        noise = gumbel_noise(sampling.seed[slot], seq_lens.to(torch.int64), vocab)
-        scores = torch.where(temperature > 0, scores / torch.where(temperature > 0, temperature, 1) + noise, scores)
-        marked = mark_failures(scores, scores.argmax(dim=-1))  # int64 [rows]
+        marked = self.pick(logits, idx, seq_lens, sampling, any_random=True)  # int64 [rows]
         token = marked.clamp(min=0)
 
         state.step.add_(1)

@@ -66,15 +66,13 @@ def _gumbel(stream, tokens):
     return -tl.log(tail)
 
 
-@unspecialised
-def sample_chunk_kernel(
-    logits, idx_mapping, seq_lens, temperatures, seeds, step, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
+@triton.jit
+def _sample_chunk(
+    logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
 ):
-    """The best token of one chunk of a row's vocabulary. Grid: (rows, chunks)."""
+    """The best token of one chunk of a row's vocabulary, or a mark when the chunk holds a NaN."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    if (row == 0) & (chunk == 0):
-        tl.store(step, tl.load(step) + 1)
     slot = tl.load(idx_mapping + row)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token < vocab
@@ -91,6 +89,47 @@ def sample_chunk_kernel(
     tl.store(best_token + row * num_chunks + chunk, tl.where(has_nan, NAN_TOKEN, chunk * CHUNK + best))
 
 
+@triton.jit
+def _sample_row(best_value, best_token, num_chunks, CHUNKS: tl.constexpr):
+    """The best token of a row over its chunks, or a mark."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    values = tl.load(best_value + row * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
+    tokens = tl.load(best_token + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
+    best = tl.argmax(values, axis=0, tie_break_left=True)
+    token = tl.load(best_token + row * num_chunks + best).to(tl.int64)
+    token = tl.where(tl.max(values, axis=0) == float("-inf"), NOTHING_ALLOWED_TOKEN, token)
+    return tl.where(tl.min(tokens, axis=0) < 0, NAN_TOKEN, token)
+
+
+@unspecialised
+def sample_chunk_kernel(
+    logits, idx_mapping, seq_lens, temperatures, seeds, step, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
+):
+    """One chunk of a row's vocabulary; the first one counts the step. Grid: (rows, chunks)."""
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(step, tl.load(step) + 1)
+    _sample_chunk(
+        logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK
+    )  # fmt: skip
+
+
+@unspecialised
+def pick_chunk_kernel(
+    logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
+):
+    """The same outside of a decode graph. Grid: (rows, chunks)."""
+    _sample_chunk(
+        logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK
+    )  # fmt: skip
+
+
+@unspecialised
+def pick_row_kernel(best_value, best_token, out, num_chunks, CHUNKS: tl.constexpr):
+    """The best token of a row over its chunks, or a mark. Grid: rows."""
+    tl.store(out + tl.program_id(0), _sample_row(best_value, best_token, num_chunks, CHUNKS))
+
+
 @unspecialised
 def sample_row_kernel(
     best_value, best_token, idx_mapping, seq_lens, prefill_len, stop_ids, enabled, step, history,
@@ -102,13 +141,7 @@ def sample_row_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(enabled) == 0:
         return
-    chunk = tl.arange(0, CHUNKS)
-    values = tl.load(best_value + row * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
-    best = tl.argmax(values, axis=0, tie_break_left=True)
-    tokens = tl.load(best_token + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
-    token = tl.load(best_token + row * num_chunks + best).to(tl.int64)
-    marked = tl.where(tl.max(values, axis=0) == float("-inf"), NOTHING_ALLOWED_TOKEN, token)
-    marked = tl.where(tl.min(tokens, axis=0) < 0, NAN_TOKEN, marked)
+    marked = _sample_row(best_value, best_token, num_chunks, CHUNKS)
     token = tl.maximum(marked, 0)
     slot = tl.load(idx_mapping + row)
     valid = slot >= 0

@@ -13,9 +13,13 @@ MESSAGES = {
 }
 
 
-def mark_failures(scores: torch.Tensor, tokens: torch.Tensor, raw: torch.Tensor | None = None) -> torch.Tensor:
+def mark_failures(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The best tokens [rows] of scores [rows, vocab], or a mark. A NaN is larger than everything to argmax, so a look at the best score
-    suffices; `raw` are the logits when scores were masked, which may hide one."""
+    suffices."""
     best = scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    is_nan = best.isnan() if raw is None else best.isnan() | raw.amax(dim=-1).isnan()
-    return torch.where(is_nan, NAN_TOKEN, torch.where(best == -torch.inf, NOTHING_ALLOWED_TOKEN, tokens))
+    return torch.where(best.isnan(), NAN_TOKEN, torch.where(best == -torch.inf, NOTHING_ALLOWED_TOKEN, tokens))
+
+
+def mark_hidden_nans(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The same for logits [rows, vocab] whose NaN may have been masked before `tokens` were found."""
+    return torch.where(logits.amax(dim=-1).isnan(), NAN_TOKEN, tokens)

@@ -14,10 +14,9 @@ from rung.runner.grammar.base import GrammarMask
 from rung.runner.ops.base import StepOps
 from rung.runner.ops.decode_base import MAX_STOP_IDS, RowSampling
 from rung.runner.sampler.bad_words import BadWords
-from rung.runner.sampler.failures import mark_failures
+from rung.runner.sampler.failures import mark_hidden_nans
 from rung.runner.sampler.filters import min_p_, truncate
 from rung.runner.sampler.logprobs import LogprobRows, StepLogprobs, gather_logprobs
-from rung.runner.sampler.noise import gumbel_noise
 from rung.runner.sampler.params import SamplingParams
 from rung.runner.sampler.penalties import Penalties
 from rung.runner.sampler.processor import Entry, Processor, Rows
@@ -125,21 +124,23 @@ class Sampler:
     ) -> Sampled:
         """Sample every row. The logits stay as they are."""
         needs = self._needs(batch.idx_mapping)
-        scores = logits
-        if mask is not None or needs & self._processed:
-            scores = self._process(logits, idx_mapping, seq_lens, batch, needs, mask)
-        if needs & _RANDOM:
-            scores = self._randomise(scores, idx_mapping, seq_lens, needs)
-        tokens = mark_failures(scores, scores.argmax(dim=-1), None if scores is logits else logits)
+        processed = mask is not None or bool(needs & self._processed)
+        scores = self._process(logits, idx_mapping, seq_lens, batch, needs, mask) if processed else logits
+        if needs & (_HAS_MIN_P | _TRUNCATED):
+            scores = self._filter(scores, idx_mapping, needs)
+        tokens = self._ops.decode.pick(scores, idx_mapping, seq_lens, self.rows, bool(needs & _RANDOM))
+        if processed:
+            tokens = mark_hidden_nans(logits, tokens)
         return Sampled(tokens, self._logprobs(logits, tokens, batch) if needs & _LOGPROBS else None)
 
     def rehearse(self, logits: torch.Tensor) -> None:
         """Allocate what sampling every row of logits [rows, vocab] at a temperature with top-k and top-p would, for a profile of memory."""
         rows = logits.shape[0]
         ints = torch.ones(rows, dtype=torch.int64, device=logits.device)
-        scaled = truncate(logits.float(), ints, ints.float())
-        noise = gumbel_noise(ints, ints, logits.shape[1])
-        torch.where((ints == 0).unsqueeze(1), logits.float(), scaled + noise).argmax(dim=-1)
+        scores = logits.to(torch.float32, copy=True)
+        scores = scores.masked_fill(truncate(scores / ints.unsqueeze(1), ints, ints.float()) == -torch.inf, -torch.inf)
+        sampling = RowSampling(temperature=ints.float(), seed=ints, stop_ids=self.rows.stop_ids)
+        self._ops.decode.pick(scores, ints - 1, ints.to(torch.int32), sampling, any_random=True)
 
     def prompt_logprobs(self, batch: Batch) -> list[tuple[int, int]]:
         """(row, number of top tokens) of the rows that want log-probabilities of their prompt."""
@@ -181,19 +182,17 @@ class Sampler:
         count = len(row_of)
         self._ops.apply_bitmask(scores, packed[count:].view(mask.bits.shape), packed[:count])
 
-    def _randomise(self, scores: torch.Tensor, idx_mapping: torch.Tensor, seq_lens: torch.Tensor, needs: int) -> torch.Tensor:
-        """Scores at each row's temperature, filtered, with noise; those of greedy rows as they are."""
+    def _filter(self, scores: torch.Tensor, idx_mapping: torch.Tensor, needs: int) -> torch.Tensor:
+        """Scores without the tokens that a row's filters drop at its temperature. A greedy row keeps its best token."""
         slots = idx_mapping.clamp(min=0)
-        temperature = torch.where(idx_mapping >= 0, self._floats[_TEMPERATURE, slots], 0).unsqueeze(1)  # [rows, 1]
-        greedy = temperature == 0
+        temperature = self._floats[_TEMPERATURE, slots].unsqueeze(1)  # [rows, 1]
         scores = scores.float()
-        scaled = scores / torch.where(greedy, 1, temperature)
+        scaled = scores / torch.where(temperature == 0, 1, temperature)
         if needs & _HAS_MIN_P:
             min_p_(scaled, self._floats[_MIN_P, slots])
         if needs & _TRUNCATED:
             scaled = truncate(scaled, self._ints[_TOP_K, slots], self._floats[_TOP_P, slots])
-        noise = gumbel_noise(self._ints[_SEED, slots], seq_lens.to(torch.int64), scores.shape[1])
-        return torch.where(greedy, scores, scaled + noise)
+        return scores.masked_fill(scaled == -torch.inf, -torch.inf)
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, batch: Batch) -> StepLogprobs | None:
         """Of the rows that asked for them and whose prompt is complete."""

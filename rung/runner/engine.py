@@ -244,9 +244,10 @@ class Engine:
         if request.matcher is not None:
             for token in tokens:
                 request.matcher.accept(token)
-        wants_logprobs = request.sampling.logprobs is not None
-        new_logprobs = tuple(logprobs[: len(tokens)]) if wants_logprobs else None
-        output.logprobs += new_logprobs or ()
+        new_logprobs = None
+        if request.sampling.logprobs is not None:
+            new_logprobs = tuple(logprobs[: len(tokens)])
+            output.logprobs += new_logprobs
         text = ""
         if output.detokenizer is not None:
             shown = tokens[:-1] if request.finish_reason is FinishReason.STOP else tokens

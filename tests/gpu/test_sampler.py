@@ -10,13 +10,13 @@ from rung.models import random_model
 from rung.runner import Engine, FinishReason, ModelRunner, RunnerConfig, SamplingParams, build_engine
 from rung.runner.ops import TorchStepOps, TritonStepOps
 from rung.runner.sampler.logprobs import gather_logprobs
+from tests.runner.decode_worlds import HISTORY, SLOTS, DecodeWorld, draw
 from tests.runner.grammars import OneOf
 from tests.runner.sampling import Draw, SampleWorld, expected_logits, expected_token, pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 VOCAB = 1500
-SLOTS = 256
 
 
 def test_bitmask_equals_the_torch_twin() -> None:
@@ -50,10 +50,24 @@ def test_random_mixes_equal_the_oracle(seed: int) -> None:
 def test_a_row_alone_is_the_row_in_a_batch(count: int) -> None:
     draw = Draw(np.random.default_rng(count), VOCAB, chance=0.3)
     rows, logits = draw.rows(count), draw.logits(count)
-    tokens = SampleWorld(rows, ops=TritonStepOps(), device="cuda", max_num_requests=SLOTS).sample(logits).tokens.tolist()
+    tokens = SampleWorld(rows, ops=TritonStepOps(), device="cuda", max_num_requests=256).sample(logits).tokens.tolist()
     for at in range(0, count, max(1, count // 24)):
         alone = SampleWorld(rows[at : at + 1], ops=TritonStepOps(), device="cuda")
         assert alone.sample(logits[at : at + 1]).tokens.tolist() == [tokens[at]], at
+
+
+def test_a_pick_outside_of_a_graph_is_that_of_the_graph() -> None:
+    rng = np.random.default_rng(5)
+    world = DecodeWorld(TritonStepOps(), "cuda")
+    for number in range(50):
+        contents, rows = draw(rng)
+        contents["enabled"], contents["prefill_len"] = torch.ones(1), torch.zeros(SLOTS)
+        world.load(contents)
+        idx, seq_lens = world.buffers.idx_mapping[:rows].clone(), world.buffers.seq_lens[:rows]
+        picked = world.ops.decode.pick(world.logits[:rows], idx, seq_lens, world.sampling, any_random=True)
+        world.ops.decode.sample(world.logits[:rows], world.slots, world.buffers, world.sampling, world.state)
+        recorded = world.state.history[int(world.state.step) % HISTORY, :rows]
+        assert torch.equal(recorded, torch.where(idx >= 0, picked, -1)), number
 
 
 def test_logprobs_and_ties() -> None:

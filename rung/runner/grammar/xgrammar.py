@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,11 @@ class GrammarCompiler:
         info = xgrammar.TokenizerInfo(vocab, vocab_type=kind, vocab_size=vocab_size, stop_token_ids=sorted(stop_ids))
         self._compiler = xgrammar.GrammarCompiler(info)
 
-    def json_schema(self, schema: str | Mapping[str, Any]) -> Grammar:
-        """Outputs are JSON that the schema accepts."""
-        return self._compile("JSON schema", self._compiler.compile_json_schema, schema if isinstance(schema, str) else json.dumps(schema))
+    def json_schema(self, schema: str | Mapping[str, Any], *, any_whitespace: bool = False) -> Grammar:
+        """Outputs are JSON that the schema accepts, on one line. With `any_whitespace` a model may format it, which small ones do without
+        end."""
+        source = schema if isinstance(schema, str) else json.dumps(schema)
+        return self._compile("JSON schema", partial(self._compiler.compile_json_schema, any_whitespace=any_whitespace), source)
 
     def regex(self, pattern: str) -> Grammar:
         """Outputs match the pattern as a whole."""

@@ -151,6 +151,7 @@ class DecoderBench:
             max_model_len=length,
             num_blocks=max(largest * needed // 16, -(-length // 16)) + 1,
             graphs=graphs,
+            prefix_cache=False,
             capture_sizes=_padded_sizes(sizes),
         )
 

@@ -119,7 +119,7 @@ def build_engine(
     vocab_size: int = module.config.vocab_size  # type: ignore[union-attr, assignment]
     engine = Engine(
         InProcessExecutor(runner),
-        Scheduler(config, runner.num_blocks),
+        Scheduler(config, runner.num_blocks, counters=runner.counters),
         vocab_size=vocab_size,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,

@@ -1,18 +1,16 @@
-"""The paged KV cache: how many blocks fit, the storage, and which blocks are free."""
+"""The paged KV cache: how many blocks fit, and the storage."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from rung.attention import Attention, KVCache
-from rung.errors import InternalError, KVCacheTooSmallError
+from rung.errors import KVCacheTooSmallError
 from rung.runner.config import RunnerConfig
 from rung.runner.memory_plan import MemoryPlan
-
-NULL_BLOCK = 0  # padded block table entries point here; no request owns it
 
 
 def block_bytes(layers: Iterable[Attention], block_size: int, dtype: torch.dtype) -> int:
@@ -63,33 +61,3 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-class BlockPool:
-    """Which blocks are free. The last freed is given out first; the null block never."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        self._is_free = [False] + [True] * (num_blocks - 1)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks, or None when there are fewer."""
-        if count > len(self._free):
-            return None
-        blocks = [self._free.pop() for _ in range(count)]
-        for block in blocks:
-            self._is_free[block] = False
-        return blocks
-
-    def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back."""
-        for block in reversed(blocks):
-            if self._is_free[block] or block == NULL_BLOCK:
-                raise InternalError(f"block {block} is freed but nobody owns it")
-            self._is_free[block] = True
-            self._free.append(block)

@@ -54,12 +54,15 @@ class Handle(RuntimeState):
         ]
 
     def explain(self) -> str:
-        """The report as text."""
+        """The report as text, and how often calls ran in which mode and why not in a better one."""
+        from rung.graphs.explain import step_lines
+
         lines = []
         for item in self.report():
             phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in item["seconds"].items())
             why = f" ({item['reason']})" if item["reason"] else ""
             lines.append(f"{item['source']}{why}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
+        lines += step_lines(self.counters)
         return "\n".join(lines) or "nothing was compiled yet: call the module once"
 
     def capture(self, sizes: Sequence[int | Mapping[str, int]], *args: Any, **kwargs: Any) -> None:
@@ -70,6 +73,33 @@ class Handle(RuntimeState):
         if capture is None:
             raise ConfigError("nothing to capture: the module was wrapped without graphs", hint='pass graphs="piecewise", "full" or "auto"')
         capture(sizes, inputs)
+
+    def last_step(self) -> dict[str, Any] | None:
+        """How the latest call with graphs ran: mode, descriptor, rows of padding, and a reason with its sentence and advice. With several
+        traces it is the latest of the one traced last that has any."""
+        from rung.graphs.explain import as_dict
+
+        return next((as_dict(graphs.last) for graphs in reversed(self._graphs()) if graphs.last is not None), None)
+
+    def flush_steps(self) -> None:
+        """Write the lines of the step trace (option `step_trace`) that are still kept."""
+        for graphs in self._graphs():
+            if graphs.log is not None:
+                graphs.log.flush()
+
+    def suspend(self) -> None:
+        """Free the graphs and their memory and remember which there were; calls run without graphs until `resume`."""
+        for graphs in self._graphs():
+            graphs.suspend()
+
+    def resume(self) -> None:
+        """Capture again what `suspend` freed."""
+        for graphs in self._graphs():
+            graphs.resume()
+
+    def recapture(self) -> None:
+        """Read parameters and buffers again, wherever they lie now, and capture the same graphs again."""
+        self._entry.weights_changed(recapture=True)
 
     def into(self, out: Any) -> Callable[..., Any]:
         """A call that copies its output tensors into those of `out` and returns `out`: `module.rung.into(out)(x)`.
@@ -100,6 +130,10 @@ class Handle(RuntimeState):
     def release(self) -> None:
         """Drop everything compiled or captured; the next call starts again (from the store)."""
         self._entry.release()
+
+    def _graphs(self) -> list[Any]:
+        """The `WrappedGraphs` of each trace; none when the object was wrapped without graphs."""
+        return [variant.run for variant in self._entry.variants.values() if hasattr(variant.run, "suspend")]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         import copy
@@ -191,10 +225,12 @@ def _entry(function: Callable[..., Any], config: CompileConfig) -> Entry:
 def _add_graphs(entry: Entry, variant: Variant) -> None:
     from rung.graphs.wrapped import WrappedGraphs
 
+    log = next((other.run.log for other in entry.variants.values() if isinstance(other.run, WrappedGraphs)), None)
     variant.run = WrappedGraphs(
         variant.compiled,
         entry.config,
         entry.counters,
+        log,
         owner=entry.owner,
         rebind=lambda: variant.bind_weights(entry.owner),
     )

@@ -58,6 +58,9 @@ class CompileConfig:
     pad_unproved: bool = False  # pad dimensions whose rows nothing mixes in a test run, though some operation has no rule
     row_wise_ops: tuple[str, ...] = ()  # custom ops ("namespace::name") whose row i depends on row i of their arguments alone
     capture_sizes: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = None  # by dimension if several; None: to `maximum` or 512
+    capture_after: int = 1  # calls of a size until its graph is captured; those before run without
+    step_trace: str | Path | None = None  # append a line for each call of a module with graphs to this file (docs/trace.md)
+    nvtx: bool = False  # NVTX ranges around pieces, breaks and replays
     max_waste: float | None = 2.0  # pad a dimension to at most so many times its size, else run without a graph; None: no cap
     graph_memory_bytes: int | None = None  # for pool and executables; sizes beyond run without a graph; None: no limit
     outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
@@ -71,6 +74,10 @@ class CompileConfig:
         _one_of("on_address_change", self.on_address_change, ADDRESS_POLICIES)
         if self.maximum is not None and self.maximum < 1:
             raise ConfigError(f"maximum must be at least 1, got {self.maximum}", hint="give the largest size of the dynamic dimension")
+        if self.capture_after < 1:
+            raise ConfigError(f"capture_after must be at least 1, got {self.capture_after}", hint="1 captures at the first call of a size")
+        if self.graphs == "none" and (self.nvtx or self.step_trace is not None):
+            raise ConfigError("nvtx and step_trace have no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
         if self.max_variants < 1:
             raise ConfigError(f"max_variants must be at least 1, got {self.max_variants}", hint="leave it at the default of 8")
         if self.max_waste is not None and self.max_waste < 1:

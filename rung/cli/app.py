@@ -9,6 +9,7 @@ from rung.cli.bench import bench
 from rung.cli.doctor import doctor
 from rung.cli.generate import generate
 from rung.cli.ladder import ladder
+from rung.cli.verify import verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -17,5 +18,5 @@ def program() -> None:
     """Trace once, compile the unique pieces, capture a ladder of graphs, replay."""
 
 
-for command in (generate, bench, doctor, ladder):
+for command in (generate, bench, verify, doctor, ladder):
     program.add_command(command)

@@ -171,12 +171,12 @@ class Entry(RuntimeState):
     def _weights_need_grad(self) -> bool:
         return isinstance(self.owner, torch.nn.Module) and any(parameter.requires_grad for parameter in self.owner.parameters())
 
-    def weights_changed(self) -> None:
-        """Read the module's tensors again, after parameters were replaced."""
+    def weights_changed(self, *, recapture: bool = False) -> None:
+        """Read the module's tensors again, after parameters were replaced; `recapture` captures again what was captured."""
         with self._lock:
             for variant in self.variants.values():
                 if variant.state is None or variant.state.same_trace():
-                    variant.replaced(self.owner)
+                    variant.replaced(self.owner, recapture=recapture)
             self._fast = None
 
     def release(self) -> None:

@@ -50,9 +50,10 @@ class Variant:
         self.replaced(owner)
         return True
 
-    def replaced(self, owner: Any) -> None:
-        """The module's tensors may be others now: `run` follows its address policy if it has one, else they are bound anew."""
-        follow = getattr(self.run, "weights_changed", None)
+    def replaced(self, owner: Any, *, recapture: bool = False) -> None:
+        """The module's tensors may be others now: `run` follows its address policy if it has one, or captures its graphs again with
+        `recapture`; else they are bound anew."""
+        follow = getattr(self.run, "recapture" if recapture else "weights_changed", None)
         if follow is None:
             self.rebind(owner)
         else:

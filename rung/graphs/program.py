@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class ReplayProgram:
         self.actions = tuple(actions)
         self.outputs = tuple(outputs)
         self._keep = tuple(keep)
-        self._runs = tuple(action.run for action in self.actions)
+        self._runs: tuple[Callable[[], None], ...] = tuple(action.run for action in self.actions)
 
     @property
     def launches(self) -> int:
@@ -94,6 +94,10 @@ class ReplayProgram:
     def replay(self) -> None:
         for run in self._runs:
             run()
+
+    def wrap(self, change: Callable[[Sequence[Callable[[], None]]], Sequence[Callable[[], None]]]) -> None:
+        """Replace what a replay calls, for tools that look on."""
+        self._runs = tuple(change(self._runs))
 
     def release(self) -> None:
         """Free the graphs; the program cannot be replayed any more."""

@@ -25,6 +25,8 @@ class Reason(StrEnum):
     CAPTURE_FAILED = "capture_failed"
     MEMORY_BUDGET = "memory_budget"
     NOT_CAPTURED = "not_captured"
+    CAPTURE_PENDING = "capture_pending"
+    SUSPENDED = "suspended"
     ADDRESS_CHANGED = "address_changed"
 
     @property
@@ -55,6 +57,8 @@ _SENTENCES: dict[Reason, str] = {
     Reason.CAPTURE_FAILED: "the capture of the fitting graph failed",
     Reason.MEMORY_BUDGET: "the fitting graph was left out to stay within the memory budget of graphs",
     Reason.NOT_CAPTURED: "the configuration plans no graph for this kind of batch",
+    Reason.CAPTURE_PENDING: "the graph for this size is captured once it was asked for often enough",
+    Reason.SUSPENDED: "the graphs were suspended and not resumed",
     Reason.ADDRESS_CHANGED: 'a tensor that the graphs read was replaced, and on_address_change is "none"',
 }
 
@@ -75,6 +79,8 @@ _ADVICE: dict[Reason, str] = {
     Reason.EMPTY: "nothing: there is no work",
     Reason.CAPTURE_FAILED: "see the error of the capture, raised when it happened",
     Reason.MEMORY_BUDGET: "raise graph_memory_bytes, or plan fewer sizes: rung ladder plan --memory",
+    Reason.CAPTURE_PENDING: "nothing: wait, or lower capture_after",
+    Reason.SUSPENDED: "call resume()",
     Reason.NOT_CAPTURED: 'capture such batches too: graphs="full_and_piecewise"',
     Reason.ADDRESS_CHANGED: 'update weights in place (copy_), capture again, or set on_address_change="recapture"',
 }

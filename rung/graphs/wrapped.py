@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rung.compile.bound import BoundStep
 from rung.compile.compiled import CompiledFunction
-from rung.compile.plan import TensorSpec
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
-from rung.errors import ConfigError, PaddingError, UnsupportedModuleError
+from rung.errors import ConfigError, PaddingError
 from rung.graphs.backends import make_backend
-from rung.graphs.buffers import BufferSpec, StaticBuffer
+from rung.graphs.buffers import StaticBuffer
 from rung.graphs.capture import has_host_breaks
 from rung.graphs.capture_report import CaptureReport
 from rung.graphs.descriptor import Descriptor, GraphMode, exact
@@ -28,9 +26,22 @@ from rung.graphs.ladder import DEFAULT_TOP, Ladder
 from rung.graphs.manager import GraphManager
 from rung.graphs.memory import MemoryReport
 from rung.graphs.memory_budget import MemoryBudget
+from rung.graphs.module_io import (
+    buffer_spec,
+    call_step,
+    dimensions,
+    fill,
+    kept_state,
+    refuse_written_inputs,
+    with_valid_range,
+    written_weights,
+)
 from rung.graphs.outputs import copy_into, output_tensors
 from rung.graphs.padding import check_padding
+from rung.graphs.ranges import nvtx_ranges
 from rung.graphs.reasons import Reason
+from rung.graphs.step_log import StepLog
+from rung.graphs.traffic import Traffic
 from rung.torch_compat import tree_leaves
 
 _MAX_GRAPHS = 64  # graphs of exact sizes, or of combinations of several dimensions; later ones run without
@@ -41,13 +52,14 @@ class WrappedGraphs:
 
     Inputs are copied into static buffers. Outputs are cloned by default, or borrowed until the next call. Sizes are exact unless the
     dimension is named in `pad`: then the plan must prove that its rows are independent, and the first padded call is compared with the
-    exact one under two paddings. One lock serialises calls."""
+    exact one under two paddings. One lock serialises calls; they may come from any thread, on any stream. `last` is the latest decision."""
 
     def __init__(
         self,
         compiled: CompiledFunction,
         config: CompileConfig,
         counters: Counters,
+        log: StepLog | None = None,
         *,
         owner: Any = None,
         rebind: Callable[[], None] | None = None,
@@ -55,11 +67,15 @@ class WrappedGraphs:
         self.compiled = compiled
         self.config = config
         self.counters = counters
+        self.last: Dispatch | None = None
+        self._ranges = nvtx_ranges(config.nvtx)
+        self._traffic = Traffic(config.capture_after)
+        self._suspended = False
         specs = dict(compiled.plan.tensors)
         self._specs = [
-            _buffer_spec(name, specs[compiled.plan.inputs[n]]) for name, n in zip(compiled.input_names, compiled.arguments, strict=True)
+            buffer_spec(name, specs[compiled.plan.inputs[n]]) for name, n in zip(compiled.input_names, compiled.arguments, strict=True)
         ]
-        self.dims = _dimensions(self._specs)  # the first is counted by `Descriptor.num_tokens`
+        self.dims = dimensions(self._specs)  # the first is counted by `Descriptor.num_tokens`
         self.padded = frozenset(compiled.plan.rows) & set(self.dims)
         mode = self._resolve_mode()
         cut = mode is GraphMode.FULL and has_host_breaks(compiled)
@@ -72,9 +88,10 @@ class WrappedGraphs:
             watched=lambda: module_tensors(owner) if isinstance(owner, torch.nn.Module) else (),
             on_change=config.on_address_change,  # type: ignore[arg-type]
             rebind=rebind,
-            before_replay=bool(_written_weights(compiled)),
+            before_replay=bool(written_weights(compiled)),
         )
         self._lock = threading.RLock()
+        self.log = log or self._open_log()
 
     def __call__(self, *inputs: Any) -> Any:
         with self._lock:
@@ -90,18 +107,29 @@ class WrappedGraphs:
         with self._lock:
             self._refuse_unproved()
             sizes = self._sizes(inputs)
-            dispatch = self._dispatch(sizes)
-            descriptor = dispatch.descriptor
-            if descriptor.mode is GraphMode.NONE:
-                self.counters.add(dispatch.counter)
+            dispatch = self._available(self._dispatch(sizes), sizes)
+            result = self._step(dispatch, inputs, sizes, policy)
+            self.last = dispatch
+            if self.log is not None:
+                self.log.add(self.grid.shape(sizes), dispatch)
+            return result
+
+    def _step(self, dispatch: Dispatch, inputs: Sequence[Any], sizes: Mapping[str, int], policy: str) -> Any:
+        descriptor = dispatch.descriptor
+        if descriptor.mode is GraphMode.NONE:
+            self.counters.add(dispatch.counter)
+            if self._ranges is None:
                 return self.compiled(*inputs)
-            target = descriptor.sizes(self.dims[0])
-            if any(target[name] > sizes[name] and name not in self._checked for name in self.padded):
-                with _kept_state(self.compiled):
-                    self._check(inputs, sizes, target)
-            manager = self._manager_for(target, inputs)
+            return self.compiled.restore(self.compiled.run_steps(inputs, self._ranges.step), inputs)
+        target = descriptor.sizes(self.dims[0])
+        if any(target[name] > sizes[name] and name not in self._checked for name in self.padded):
+            with kept_state(self.compiled):
+                self._check(inputs, sizes, target)
+        manager = self._manager_for(target, inputs)
+        with manager.step():
             self._write(manager, inputs, descriptor)
             if not manager.can_replay(descriptor):
+                self._traffic.drop(descriptor)
                 manager.capture([descriptor], self._prepare)
                 if descriptor in manager.trimmed:
                     self.counters.add(f"step.none.{Reason.MEMORY_BUDGET}")
@@ -120,7 +148,7 @@ class WrappedGraphs:
             manager = self._manager_for({name: max(size[name] for size in wanted) for name in self.dims}, inputs)
             descriptors = [self.grid.descriptor(size) for size in wanted]
             for value, spec, buffer in zip(inputs, self._specs, manager.inputs, strict=True):
-                _fill(buffer, spec, value)
+                fill(buffer, spec, value)
             return manager.capture(descriptors, self._prepare)
 
     def weights_changed(self) -> None:
@@ -134,6 +162,29 @@ class WrappedGraphs:
     def memory(self) -> MemoryReport | None:
         """Bytes by captured size, None before the first capture."""
         return None if self._manager is None else self._manager.memory()
+
+    def suspend(self) -> None:
+        """Free graphs and their memory; calls run without graphs until `resume`, which captures the same ones again."""
+        with self._lock:
+            self._suspended = True
+            if self._manager is not None:
+                self._manager.suspend()
+
+    def resume(self) -> None:
+        with self._lock:
+            self._suspended = False
+            if self._manager is not None:
+                self._manager.resume()
+
+    def recapture(self) -> None:
+        """Free the graphs, bind the module's tensors as they lie now, and capture the same graphs again."""
+        with self._lock:
+            suspended = self._suspended
+            self.suspend()
+            if self._addresses.rebind is not None:
+                self._addresses.rebind()
+            if not suspended:
+                self.resume()
 
     def release(self) -> None:
         """Free graphs and buffers; the next call captures again."""
@@ -183,6 +234,25 @@ class WrappedGraphs:
             return dispatch
         return Dispatch(exact(shape), Reason.NOT_CAPTURED)
 
+    def _available(self, dispatch: Dispatch, sizes: Mapping[str, int]) -> Dispatch:
+        """The decision, or none when its graph is not to be had now."""
+        descriptor = dispatch.descriptor
+        if descriptor.mode is GraphMode.NONE or (self._manager is not None and self._manager.can_replay(descriptor)):
+            return dispatch
+        if self._suspended:
+            return Dispatch(exact(self.grid.shape(sizes)), Reason.SUSPENDED)
+        if not self._traffic.miss(descriptor):
+            return Dispatch(exact(self.grid.shape(sizes)), Reason.CAPTURE_PENDING)
+        return dispatch
+
+    def _open_log(self) -> StepLog | None:
+        if self.config.step_trace is None:
+            return None
+        first = self.grid.axes[0]
+        ladder = () if first.ladder is None else first.ladder.sizes
+        maximum = self.compiled.plan.bounds.get(first.name)
+        return StepLog(self.config.step_trace, graphs=self.grid.mode, ladder=ladder, maximum=maximum, max_waste=self.grid.max_waste)
+
     def _named(self, size: int | Mapping[str, int]) -> Mapping[str, int]:
         named = {self.dims[0]: size} if isinstance(size, int) else size
         if set(named) != set(self.dims):
@@ -218,8 +288,8 @@ class WrappedGraphs:
         """The manager, with buffers for at least `sizes`. A larger size than ever before starts anew: addresses must not change."""
         if self._manager is None or any(size > self._capacity[name] for name, size in sizes.items()):
             self.release()
-            with _kept_state(self.compiled):
-                _refuse_written_inputs(self.compiled, inputs)
+            with kept_state(self.compiled):
+                refuse_written_inputs(self.compiled, inputs)
             tops = {axis.name: axis.ladder.top if axis.padded and axis.ladder else 0 for axis in self.grid.axes}
             for name, size in sizes.items():
                 self._capacity[name] = max(size, self._capacity[name], tops[name])
@@ -234,11 +304,12 @@ class WrappedGraphs:
                 counters=self.counters,
                 addresses=self._addresses,
                 budget=None if limit is None else MemoryBudget(limit_bytes=limit, max_waste=None),
+                ranges=self._ranges,
             )
         return self._manager
 
     def _prepare(self, descriptor: Descriptor) -> AbstractContextManager[Any]:
-        return _kept_state(self.compiled)
+        return kept_state(self.compiled)
 
     def _write(self, manager: GraphManager, inputs: Sequence[Any], descriptor: Descriptor) -> None:
         for buffer, value in zip(manager.inputs, inputs, strict=True):
@@ -248,13 +319,13 @@ class WrappedGraphs:
         """Raise `PaddingError` when padded rows reach real ones."""
 
         def run(values: list[Any]) -> list[Any]:
-            with _kept_state(self.compiled) as state:
-                flat = self._restore_sizes(self.compiled.run_steps(values, _call), values)
+            with kept_state(self.compiled) as state:
+                flat = self._restore_sizes(self.compiled.run_steps(values, call_step), values)
                 return [*flat, *(tensor.clone() for tensor in state)]  # padded rows must not reach a buffer either
 
-        specs = [_with_valid_range(spec, value) for spec, value in zip(self._specs, inputs, strict=True)]
+        specs = [with_valid_range(spec, value) for spec, value in zip(self._specs, inputs, strict=True)]
         names = [f"output {index}" for index in range(len(self.compiled.plan.outputs))]
-        names += [self.compiled.plan.inputs[number].dotted() for number in _written_weights(self.compiled)]
+        names += [self.compiled.plan.inputs[number].dotted() for number in written_weights(self.compiled)]
         padded = [name for name in self.padded if target[name] > sizes[name]]
         unproved = [name for name in padded if self.compiled.plan.rows[name] is not None]
         try:
@@ -286,63 +357,3 @@ class WrappedGraphs:
                     f"output {index} is a number computed from the padded size", hint="return sizes as they are, or run at exact sizes"
                 )
         return restored
-
-
-def _written_weights(compiled: CompiledFunction) -> list[int]:
-    return [number for number in compiled.plan.written if number in compiled.weights]
-
-
-@contextmanager
-def _kept_state(compiled: CompiledFunction) -> Iterator[list[torch.Tensor]]:
-    """Runs inside the block belong to nobody: buffers that the module updates in place are put back. Yields those buffers."""
-    written = [compiled.weights[number] for number in _written_weights(compiled)]
-    with torch.no_grad():
-        saved = [tensor.clone() for tensor in written]
-        try:
-            yield written
-        finally:
-            for tensor, values in zip(written, saved, strict=True):
-                tensor.copy_(values)
-
-
-def _call(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
-    return step.call(arguments)
-
-
-def _with_valid_range(spec: BufferSpec, example: torch.Tensor) -> BufferSpec:
-    """Integers are mostly indices: what the example holds is what padding may hold."""
-    if spec.dtype.is_floating_point or spec.dtype == torch.bool or not example.numel():
-        return spec
-    return replace(spec, valid=(int(example.min()), int(example.max()) + 1))
-
-
-def _buffer_spec(name: str, spec: TensorSpec) -> BufferSpec:
-    return BufferSpec(name=name, shape=spec.shape, dtype=getattr(torch, spec.dtype.removeprefix("torch.")))
-
-
-def _dimensions(specs: Sequence[BufferSpec]) -> tuple[str, ...]:
-    """Names of the dynamic dimensions in the order of the arguments; one name for a module without any."""
-    return tuple(dict.fromkeys(extent for spec in specs for extent in spec.shape if isinstance(extent, str))) or ("size",)
-
-
-def _fill(buffer: StaticBuffer, spec: BufferSpec, example: torch.Tensor) -> None:
-    """Valid values in every row of a buffer: the rows of an example, repeated."""
-    view = buffer.view(buffer.capacity)
-    for dim, extent in enumerate(spec.shape):
-        if isinstance(extent, str):
-            rows = torch.arange(view.shape[dim], device=view.device) % max(example.shape[dim], 1)
-            example = example.index_select(dim, rows)
-    view.copy_(example)
-
-
-def _refuse_written_inputs(compiled: CompiledFunction, inputs: Sequence[Any]) -> None:
-    """A graph would write into its static buffer and not into the caller's tensor."""
-    given = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
-    with torch.no_grad():
-        compiled.run_steps(given, _call)
-    for name, before, after in zip(compiled.input_names, inputs, given, strict=True):
-        if isinstance(before, torch.Tensor) and not torch.equal(before.nan_to_num(), after.nan_to_num()):
-            raise UnsupportedModuleError(
-                f"the module writes into its argument {name!r}; under graphs that would be lost",
-                hint="write into a registered buffer, return the value, or wrap the module without graphs",
-            )

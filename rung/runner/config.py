@@ -35,6 +35,9 @@ class RunnerConfig:
     decode_in_graph: bool | None = None
     replay_steps: int = 1  # decode steps in a row without the host, when no request waits; tokens then come in groups
     lazy_capture: bool = False  # capture each size at its first step
+    capture_after: int | None = None  # capture a graph once so many steps asked for it; until then they run in the next best that exists
+    capture_seconds: float = 0.05  # host time for such captures behind each step; 0: only when `capture_due` is called
+    nvtx: bool = False  # NVTX ranges around pieces, breaks and replays
     max_waste: float | None = 2.0  # pad a step to at most so many times its tokens, else run it without a graph; None: no cap
     step_trace: str | Path | None = None  # `build_runner` appends a line for each step to this file (docs/trace.md)
     attention_backend: str = "auto"
@@ -59,6 +62,14 @@ class RunnerConfig:
         for name, least in (("num_blocks", 2), ("kv_cache_bytes", 1), ("long_prefill_chunk", 1), ("graph_memory_bytes", 0)):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), least)
+        if self.capture_after is not None:
+            _at_least("capture_after", self.capture_after, 1)
+            if self.lazy_capture:
+                raise ConfigError(
+                    "lazy_capture and capture_after exclude each other", hint="capture_after=1 captures behind the first step"
+                )
+        if self.capture_seconds < 0:
+            raise ConfigError(f"capture_seconds must not be negative, got {self.capture_seconds}", hint="0 captures only when asked to")
         if not self.decode_query_lens:
             raise ConfigError("decode_query_lens names no length", hint="leave it at (1,)")
         for length in self.decode_query_lens:

@@ -104,6 +104,19 @@ class Engine:
             raise InternalError("requests are unfinished, but nothing could be scheduled and nothing is in flight")
         return updates
 
+    def capture_due(self, seconds: float | None = None) -> int:
+        """See `ModelRunner.capture_due`; call it when there is no work."""
+        captured: int = self.executor.collective_rpc("capture_due", (seconds,)).result()
+        return captured
+
+    def suspend_graphs(self) -> None:
+        """Free graphs and their memory, for example while another process needs the device; requests are unharmed."""
+        self.executor.collective_rpc("suspend_graphs").result()
+
+    def resume_graphs(self) -> None:
+        """Capture again what `suspend_graphs` freed; until then steps run without graphs."""
+        self.executor.collective_rpc("resume_graphs").result()
+
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, Update]]:

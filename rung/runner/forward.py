@@ -21,7 +21,7 @@ class Forward(ABC):
     """Decides how a batch runs, and runs it. The runner asks `dispatch` before it builds any input, since the answer sets the padding.
 
     `run` is given views of the runner's persistent buffers at the padded size; under FULL they are in place already, so replaying is all
-    there is to do. The returned hidden states hold until the next `run`."""
+    there is to do. The returned hidden states hold until the next `run`. The life-cycle methods do nothing where there are no graphs."""
 
     def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The buffers for input ids (int32) and positions (int64) that the forward wants the runner to fill; None: any."""
@@ -54,6 +54,22 @@ class Forward(ABC):
     @abstractmethod
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """input_ids int32 and positions int64, [dispatch.num_tokens] each -> hidden states, at least the batch's tokens first."""
+
+    def capture_due(self, seconds: float | None = None) -> int:
+        """Between two steps: capture graphs that steps asked for often enough, about `seconds` long; returns how many."""
+        return 0
+
+    def suspend(self) -> None:
+        """Free graphs and their memory; steps run without until `resume`."""
+        return None
+
+    def resume(self) -> None:
+        """Capture again what `suspend` freed."""
+        return None
+
+    def recapture(self) -> None:
+        """Capture the same graphs again."""
+        return None
 
 
 class EagerForward(Forward):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -29,6 +30,9 @@ from rung.graphs.dispatch import ResolvedMode
 from rung.graphs.guard import Addresses, Watched
 from rung.graphs.memory import probes
 from rung.graphs.memory_budget import MemoryBudget, Steps
+from rung.graphs.ranges import nvtx_ranges
+from rung.graphs.traffic import LiveDispatcher, Traffic
+from rung.graphs.wanted import Prepare, nothing_to_prepare
 from rung.runner.batch import Batch
 from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodePlan, DecodeStep
@@ -66,6 +70,7 @@ class GraphForward(Forward):
             BufferSpec(name="positions", shape=(DIM,), dtype=torch.int64, valid=(0, config.max_model_len)), capacity=capacity, device=device
         )
         self._plan = plan
+        self._prepare: Prepare = nothing_to_prepare
         self._watched: Watched = tuple  # the runner's, once there is one
         if addresses is not None:
             module = addresses.watched
@@ -88,13 +93,15 @@ class GraphForward(Forward):
             addresses=addresses,
             plan_of=self._plan_of,
             budget=budget,
+            ranges=nvtx_ranges(config.nvtx),
         )
-        self.dispatcher = Dispatcher(
+        self.dispatcher = LiveDispatcher(
             self.descriptors,
-            resolved=resolved,
-            failed=self.manager.failed,
-            trimmed=self.manager.trimmed,
-            max_waste=config.max_waste,
+            lambda failed: Dispatcher(
+                self.descriptors, resolved=resolved, failed=failed, trimmed=self.manager.trimmed, max_waste=config.max_waste
+            ),
+            self.manager,
+            None if config.capture_after is None else Traffic(config.capture_after),
         )
 
     def static_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,12 +109,12 @@ class GraphForward(Forward):
 
     def capture(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]], *, lazy: bool = False) -> CaptureReport:
         """Capture all descriptors; `dummy_context` is `ModelRunner.dummy_context`. `lazy`: each at its first step. With a budget that too
-        predicts first: a step that was dispatched to a size cannot go back."""
+        predicts first: a step that was dispatched to a size cannot go back. With capture by traffic nothing is captured now."""
+        self._prepare = lambda descriptor: dummy_context(Dispatch(descriptor))
         if lazy and self.manager.budget_bytes is not None and self.manager.memory_model is None:
             self.predict_memory(dummy_context)
-        return self.manager.capture(
-            self.descriptors, lambda descriptor: dummy_context(Dispatch(descriptor)), lazy=lazy, model=self.manager.memory_model
-        )
+        descriptors = self.descriptors if self.dispatcher.traffic is None else ()
+        return self.manager.capture(descriptors, self._prepare, lazy=lazy, model=self.manager.memory_model)
 
     def predict_memory(self, dummy_context: Callable[[Dispatch], AbstractContextManager[None]]) -> int:
         """Bytes that the graphs of all descriptors will take, at most the budget; captures a few of them and releases them again."""
@@ -117,6 +124,26 @@ class GraphForward(Forward):
         manager.backend.reclaim()
         predicted = 0 if manager.memory_model is None else manager.memory_model.predict(self.descriptors).total_bytes
         return predicted if manager.budget_bytes is None else min(predicted, manager.budget_bytes)
+
+    def capture_due(self, seconds: float | None = None) -> int:
+        """Capture what steps asked for often enough; returns how many. A failure is a warning, and its steps stay without."""
+        traffic = self.dispatcher.traffic
+        if traffic is None or self.manager.is_suspended:
+            return 0
+        return traffic.capture_due(self._capture_one, seconds)
+
+    def _capture_one(self, descriptor: Descriptor) -> None:
+        for error in self.manager.capture([descriptor], self._prepare, on_failure="skip").failures:
+            warnings.warn(error.message, RuntimeWarning, stacklevel=2)
+
+    def suspend(self) -> None:
+        self.manager.suspend()
+
+    def resume(self) -> None:
+        self.manager.resume()
+
+    def recapture(self) -> None:
+        self.manager.recapture()
 
     def bind_decode(self, decode: DecodeStep) -> None:
         self._decode_plan = DecodePlan(self._plan, decode)

@@ -179,7 +179,7 @@ class ModelRunner:
     def _sample_steps(self, parked: ParkedStep, bitmask: torch.Tensor | None) -> AsyncOutput:
         if parked.tokens is not None:
             self._advance_mirrors(parked.batch, parked.num_steps)
-            return AsyncOutput(parked.batch.request_ids, parked.tokens, None, self._copy_stream)
+            return self._end_step(AsyncOutput(parked.batch.request_ids, parked.tokens, None, self._copy_stream))
         steps = [self._sample(parked, bitmask)]
         for _ in range(parked.num_steps - 1):
             self._advance(parked.batch, *steps[-1])
@@ -189,7 +189,38 @@ class ModelRunner:
         sampled, counts = (torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0) for rows in zip(*steps, strict=True))
         output = AsyncOutput(parked.batch.request_ids, sampled, counts, self._copy_stream)
         self._advance(parked.batch, *steps[-1])
+        return self._end_step(output)
+
+    def _end_step(self, output: AsyncOutput) -> AsyncOutput:
+        """Everything of the step is enqueued and nothing is parked: the place for captures."""
+        if self.config.capture_after is not None and self.config.capture_seconds:
+            self.forward.capture_due(self.config.capture_seconds)
         return output
+
+    def capture_due(self, seconds: float | None = None) -> int:
+        """Capture graphs that steps asked for often enough (`RunnerConfig.capture_after`), about `seconds` long; returns how many. For
+        moments without work."""
+        self._check_between_steps("capture_due")
+        return self.forward.capture_due(seconds)
+
+    def suspend_graphs(self) -> None:
+        """Free the graphs and their memory; steps run without graphs until `resume_graphs`."""
+        self._check_between_steps("suspend_graphs")
+        self.forward.suspend()
+
+    def resume_graphs(self) -> None:
+        """Capture again what `suspend_graphs` freed."""
+        self._check_between_steps("resume_graphs")
+        self.forward.resume()
+
+    def recapture_graphs(self) -> None:
+        """Capture the same graphs again, after addresses that they read have changed."""
+        self._check_between_steps("recapture_graphs")
+        self.forward.recapture()
+
+    def _check_between_steps(self, call: str) -> None:
+        if self._parked is not None:
+            raise StateError(f"{call}() came before sample_tokens()", hint="sample the parked step first")
 
     def weights_changed(self) -> None:
         """Say that parameters or buffers of the module were replaced: all addresses are checked now, and `RunnerConfig.on_address_change`
@@ -238,6 +269,7 @@ class ModelRunner:
             finally:
                 for tensor, values in zip(persistent, saved, strict=True):
                     tensor.copy_(values)
+                self._inputs.forget()  # what was uploaded last is not what the buffers hold now
 
     @torch.no_grad()
     def prepare(self, batch: Batch, dispatch: Dispatch | None = None) -> PreparedStep:

@@ -108,11 +108,11 @@ def make(
     backend: type[AttentionBackend] = DeviceAttention,
     query_lens: tuple[int, ...] = (1,),
     policy: AddressPolicy = "raise",
-    **sizes: int,
+    **sizes: Any,
 ) -> tuple[Engine, ModelRunner, GraphForward]:
     model = TinyModel()
     values = {"max_num_requests": 6, "max_num_tokens": 16, "max_model_len": 64, "num_blocks": 40, "block_size": 4, **sizes}
-    config = RunnerConfig(**values)  # type: ignore[arg-type]
+    config = RunnerConfig(**values)
     limits = {"max_num_requests": config.max_num_requests, "uniform_query_lens": query_lens, "capture_support": backend.capture_support}
     descriptors = plan_descriptors(Ladder.up_to(top), mode, **limits)  # type: ignore[arg-type]
     addresses = Addresses(watched=lambda: module_tensors(model), on_change=policy, part=1000)  # everything in each step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -74,6 +74,16 @@ class CapturedGraph(ABC):
         """Give the executable back; replaying afterwards is an error of the caller. Releasing twice is harmless."""
 
 
+class StepOrder:
+    """Orders the steps of one manager on the device: they share memory, so a step on another stream waits for the step before it.
+
+    Host threads are ordered by the manager's lock, which whoever calls `step` holds. This one is for backends without streams."""
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Call before anything of a step is enqueued, its inputs too; inside the block the manager's device is the current one."""
+        return nullcontext()
+
+
 class GraphBackend(ABC):
     """Records work and replays it. Stateless between sessions: pools and graphs carry all state, so one backend may serve many managers.
 
@@ -98,6 +108,14 @@ class GraphBackend(ABC):
     @abstractmethod
     def new_pool(self) -> GraphPool:
         """A pool that the caller owns."""
+
+    def new_order(self) -> StepOrder:
+        """A step order that the caller owns."""
+        return StepOrder()
+
+    def give_back(self) -> None:
+        """Return memory of freed pools to the device, for whoever else shares it."""
+        return None
 
     @abstractmethod
     def session(self) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ import torch
 from rung.compile.bound import BoundStep
 from rung.errors import InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
+from rung.graphs.backends.cuda_order import CudaStepOrder
 from rung.graphs.backends.driver import count_captured_nodes, upload_graph, why_no_driver
 from rung.graphs.backends.finalisers import finalise, finalisers_parked
 from rung.torch_compat import end_allocation_to_pool
@@ -140,6 +141,12 @@ class CudaBackend(GraphBackend):
 
     def new_pool(self) -> CudaPool:
         return CudaPool(self)
+
+    def new_order(self) -> CudaStepOrder:
+        return CudaStepOrder(self.device)
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
 
     @contextmanager
     def session(self) -> Iterator[None]:

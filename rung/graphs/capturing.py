@@ -1,0 +1,143 @@
+"""The captures of one manager: programs by descriptor in one pool, and the books of what they took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from rung.compile.bound import BoundPlan
+from rung.counters import Count, Counters
+from rung.errors import CaptureError
+from rung.graphs.backends.base import GraphBackend, GraphPool
+from rung.graphs.capture import capture_program, warm_up
+from rung.graphs.capture_report import CaptureEntry, CaptureReport, Clock
+from rung.graphs.descriptor import Descriptor
+from rung.graphs.memory import MemoryModel
+from rung.graphs.memory_account import MemoryAccount
+from rung.graphs.memory_budget import MemoryBudget
+from rung.graphs.program import ReplayProgram
+from rung.graphs.ranges import Ranges
+from rung.graphs.wanted import Wanted
+
+Order = Literal["largest_first", "given"]
+
+
+class Capturing:
+    """Captures descriptors and frees them; a failure frees its own and leaves the rest. `failed` and `account.trimmed` keep their identity,
+    so that a dispatcher may share them. `before` is called between warm-up and capture. Not thread-safe: the manager's lock covers it."""
+
+    def __init__(
+        self,
+        backend: GraphBackend,
+        plan_of: Callable[[Descriptor], BoundPlan],
+        views: Callable[[Descriptor], list[Any]],
+        before: Callable[[], None],
+        *,
+        generators: Sequence[torch.Generator],
+        counters: Counters,
+        budget: MemoryBudget | None,
+        ranges: Ranges | None,
+    ) -> None:
+        self.programs: dict[Descriptor, ReplayProgram] = {}
+        self.failed: set[Descriptor] = set()  # those that will have no graph: failed or trimmed
+        self.account = MemoryAccount(budget)
+        self.wanted = Wanted()
+        self.pool: GraphPool | None = None
+        self.generators = tuple(generators)
+        self._backend = backend
+        self._plan_of = plan_of
+        self._views = views
+        self._before = before
+        self._counters = counters
+        self._ranges = ranges
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.pool.bytes() if self.pool is not None else 0
+
+    def plan(self, descriptors: Iterable[Descriptor], model: MemoryModel | None) -> None:
+        """The descriptors will be captured at their first step; a model trims them ahead."""
+        self.account.foresee(list(descriptors), model)
+        self.failed.update(self.account.trimmed)
+
+    def capture(
+        self,
+        descriptors: Sequence[Descriptor],
+        *,
+        order: Order = "largest_first",
+        on_failure: str = "raise",
+        model: MemoryModel | None = None,
+    ) -> CaptureReport:
+        """Capture now. "largest_first" begins with three sizes of each kind, from which the memory of the others is predicted unless
+        `model` is given."""
+        started = time.perf_counter()
+        account, before = self.account, set(self.programs)
+        failures: list[CaptureError] = []
+        with self._backend.session(), torch.inference_mode(False), torch.no_grad():  # one session: entering it collects garbage
+            self.pool = self.pool or self._backend.new_pool()
+            account.begin(descriptors, largest_first=order == "largest_first", shared_pool=self.pool.shares, model=model)
+            while (descriptor := account.next()) is not None:
+                try:
+                    account.add(self._capture_one(descriptor))
+                except CaptureError as error:
+                    self.failed.add(descriptor)
+                    failures.append(error)
+                    account.drop(descriptor)
+                if account.withdrawn():
+                    self._withdraw()
+            self.failed.update(account.trimmed)
+        self._backend.synchronize()
+        entries = tuple(entry for one, entry in account.entries.items() if one not in before)
+        report = CaptureReport(entries, tuple(failures), time.perf_counter() - started, self.pool_bytes)
+        if failures and on_failure == "raise":
+            if len(failures) > 1:
+                failures[0].add_note(f"{len(failures) - 1} more captures failed, sizes {[error.size for error in failures[1:]]}")
+            raise failures[0]
+        return report
+
+    def free(self) -> None:
+        """Free all graphs and the pool."""
+        if self.programs:
+            self._backend.synchronize()  # a graph may still be running, and its memory is about to be somebody else's
+        for program in self.programs.values():
+            program.release()
+        self.programs.clear()
+        self.pool = None
+        self.failed.difference_update(self.account.trimmed)
+        self.account.forget()
+
+    def _capture_one(self, descriptor: Descriptor) -> CaptureEntry:
+        pool = self.pool = self.pool or self._backend.new_pool()
+        plan, inputs = self._plan_of(descriptor), self._views(descriptor)
+        clock = Clock()
+        with self.wanted.prepare(descriptor):
+            clock.lap("prepare")
+            warm_up(plan, self._backend.device, descriptor, inputs, self.generators)
+            clock.lap("warm-up")
+            self._before()
+            others_before = pool.executable_bytes()
+            clock.lap("account")
+            program = capture_program(plan, self._backend, pool, descriptor, inputs, self.generators)
+            clock.lap("capture")
+        clock.lap("prepare")
+        if self._ranges is not None:
+            self._ranges.mark(program, descriptor)
+        self.programs[descriptor] = program
+        self.wanted.captured(descriptor)
+        self.failed.discard(descriptor)
+        self._counters.add(Count.CAPTURES)
+        pool_bytes, executable_bytes = pool.bytes() - self.account.pool_bytes, pool.executable_bytes() - others_before
+        clock.lap("account")
+        return CaptureEntry(descriptor, clock.total, pool_bytes, program.launches, executable_bytes, program.nodes, clock.seconds)
+
+    def _withdraw(self) -> None:
+        """Give up graphs for the budget. The pool keeps the memory of its largest user, so everything starts anew in another one."""
+        for program in self.programs.values():
+            program.release()
+        self.programs.clear()
+        self.pool = None
+        self._backend.reclaim()
+        self.account.start_over()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -37,6 +39,23 @@ def block_bytes(layers: Sequence[Attention], block_size: int, dtype: torch.dtype
     return sum(2 * block_size * layer.spec.num_kv_heads * layer.spec.head_size * dtype.itemsize for layer in layers)
 
 
+def windows_of(groups: Sequence[KVGroup]) -> tuple[int | None, ...]:
+    return tuple(group.window for group in groups)
+
+
+def cache_bytes(config: RunnerConfig, groups: Sequence[KVGroup], num_blocks: int) -> int:
+    """Bytes of the cache when `group_blocks` says how many blocks each group gets."""
+    counts = group_blocks(config, windows_of(groups), num_blocks)
+    return sum(count * group.block_bytes for count, group in zip(counts, groups, strict=True))
+
+
+def blocks_in(config: RunnerConfig, groups: Sequence[KVGroup], budget: int) -> int:
+    """The largest `num_blocks` whose cache fits into the budget."""
+    return (
+        bisect_right(range(budget // min(group.block_bytes for group in groups) + 2), budget, key=partial(cache_bytes, config, groups)) - 1
+    )
+
+
 def first_block(num_computed_tokens: int, window: int | None, block_size: int) -> int:
     """The first block that a query behind so many computed tokens attends to; earlier ones lie behind the window."""
     return 0 if window is None else max(0, num_computed_tokens - window + 1) // block_size
@@ -54,4 +73,9 @@ def group_blocks(config: RunnerConfig, windows: Sequence[int | None], num_blocks
     """Blocks of each group, its null block included: `num_blocks` for the group whose requests own most, for the others as many as the same
     number of requests of full length needs."""
     needs = [blocks_per_request(config, window) for window in windows]
-    return tuple(1 - (-(num_blocks - 1) * need // max(needs)) for need in needs)
+    return tuple(1 + -(-(num_blocks - 1) * need // max(needs)) for need in needs)
+
+
+def most_kv_blocks(config: RunnerConfig, groups: Sequence[KVGroup]) -> int:
+    """`num_blocks` for every slot at its full length. More would never be used."""
+    return config.max_num_requests * max(blocks_per_request(config, group.window) for group in groups) + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,13 +23,20 @@ class _Capture:
     `step` is the one that runs, for error messages."""
 
     def __init__(
-        self, backend: GraphBackend, pool: GraphPool, generators: Sequence[torch.Generator], inputs: Sequence[Any], *, full: bool
+        self,
+        backend: GraphBackend,
+        pool: GraphPool,
+        generators: Sequence[torch.Generator],
+        inputs: Sequence[Any],
+        *,
+        full: bool,
+        watch: bool,
     ) -> None:
         self._outside = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, torch.Tensor)}  # asking the pool costs
         self._backend = backend
         self._pool = pool
         self._generators = generators
-        self._check = DryRun(backend.device, generators, stop=True)
+        self._check = DryRun(backend.device, generators, stop=True) if watch else None
         self._full = full
         self._open: AbstractContextManager[CapturedGraph] | None = None
         self.actions: list[GraphLaunch | PreboundBreak] = []
@@ -45,7 +52,7 @@ class _Capture:
                 self._begin(step.name)
             if step.kind == "piece":
                 return self._backend.call_piece(step, arguments)
-            with self._check.watch():
+            with nullcontext() if self._check is None else self._check.watch():
                 return step.call(arguments)
         self._end(settle=True)
         self.step = step.name
@@ -106,11 +113,17 @@ def has_host_breaks(plan: BoundPlan) -> bool:
 
 
 def warm_up(
-    plan: BoundPlan, device: torch.device, descriptor: Descriptor, inputs: Sequence[Any], generators: Sequence[torch.Generator] = ()
+    plan: BoundPlan,
+    device: torch.device,
+    descriptor: Descriptor,
+    inputs: Sequence[Any],
+    generators: Sequence[torch.Generator] = (),
+    *,
+    watch: bool = True,
 ) -> None:
-    """Run the plan once at the size of `descriptor`, so that kernels are loaded and tuned and workspaces exist before a capture. This is
-    also the dry run of the breaks that the capture will contain. Raises `CaptureError`."""
-    walk = _Walk(DryRun(device, generators), full=descriptor.mode is GraphMode.FULL)
+    """Run the plan once at the size of `descriptor`, so that kernels are loaded and tuned and workspaces exist before a capture. With
+    `watch` this is also the dry run of the breaks that the capture will contain. Raises `CaptureError`."""
+    walk = _Walk(DryRun(device, generators) if watch else None, full=descriptor.mode is GraphMode.FULL)
     try:
         plan.run_steps(inputs, walk.eager)
         walk.finish()
@@ -125,11 +138,14 @@ def capture_program(
     descriptor: Descriptor,
     inputs: Sequence[Any],
     generators: Sequence[torch.Generator] = (),
+    *,
+    watch: bool = True,
 ) -> ReplayProgram:
-    """Capture `plan` at the size of `descriptor`. `inputs` are views of static buffers, which the program keeps alive.
+    """Capture `plan` at the size of `descriptor`. `inputs` are views of static buffers, which the program keeps alive. With `watch`
+    breaks are stopped at the first operation that must not be captured.
 
     Raises `CaptureError` with size, step and cause; what was captured for this descriptor until then is released."""
-    capture = _Capture(backend, pool, generators, inputs, full=descriptor.mode is GraphMode.FULL)
+    capture = _Capture(backend, pool, generators, inputs, full=descriptor.mode is GraphMode.FULL, watch=watch)
     try:
         outputs = capture.run(plan, inputs)
     except Exception as error:
@@ -141,7 +157,7 @@ def capture_program(
 class _Walk:
     """An eager run that knows which step it is in."""
 
-    def __init__(self, check: DryRun, *, full: bool) -> None:
+    def __init__(self, check: DryRun | None, *, full: bool) -> None:
         self.step = ""
         self._check = check
         self._full = full
@@ -149,7 +165,7 @@ class _Walk:
 
     def eager(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
         self.step = step.name
-        if step.kind == "piece" or not step.capturable(self._full):
+        if self._check is None or step.kind == "piece" or not step.capturable(self._full):
             return step.call(arguments)
         with self._check.watch():
             outputs = step.call(arguments)
@@ -159,7 +175,8 @@ class _Walk:
 
     def finish(self) -> None:
         self.step = self._bad or self.step
-        self._check.refuse()
+        if self._check is not None:
+            self._check.refuse()
 
 
 def _capture_error(descriptor: Descriptor, step: str, cause: Exception, during: str) -> CaptureError:

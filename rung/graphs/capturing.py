@@ -14,7 +14,7 @@ from rung.errors import CaptureError
 from rung.graphs.backends.base import GraphBackend, GraphPool
 from rung.graphs.capture import capture_program, warm_up
 from rung.graphs.capture_report import CaptureEntry, CaptureReport, Clock
-from rung.graphs.descriptor import Descriptor
+from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.memory import MemoryModel
 from rung.graphs.memory_account import MemoryAccount
 from rung.graphs.memory_budget import MemoryBudget
@@ -27,7 +27,11 @@ Order = Literal["largest_first", "given"]
 
 class Capturing:
     """Captures descriptors and frees them; a failure frees its own and leaves the rest. `failed` and `account.trimmed` keep their identity,
-    so that a dispatcher may share them. `before` is called between warm-up and capture. Not thread-safe: the manager's lock covers it."""
+    so that a dispatcher may share them. `before` is called between warm-up and capture. Not thread-safe: the manager's lock covers it.
+
+    Each size is warmed up and captured under the eyes of a dry run, or with `watch_all` False the first size of each mode and query length:
+    watching a decoder's ladder takes as long as capturing it. The others are watched when their capture fails, and a full graph is not
+    warmed up when a piecewise one of its size was."""
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class Capturing:
         counters: Counters,
         budget: MemoryBudget | None,
         ranges: Ranges | None,
+        watch_all: bool,
     ) -> None:
         self.programs: dict[Descriptor, ReplayProgram] = {}
         self.failed: set[Descriptor] = set()  # those that will have no graph: failed or trimmed
@@ -53,6 +58,9 @@ class Capturing:
         self._before = before
         self._counters = counters
         self._ranges = ranges
+        self._watch_all = watch_all
+        self._watched: set[tuple[GraphMode, int | None]] = set()
+        self._warm: set[int] = set()  # numbers of tokens
 
     @property
     def pool_bytes(self) -> int:
@@ -105,6 +113,8 @@ class Capturing:
         for program in self.programs.values():
             program.release()
         self.programs.clear()
+        self._watched.clear()
+        self._warm.clear()
         self.pool = None
         self.failed.difference_update(self.account.trimmed)
         self.account.forget()
@@ -115,12 +125,26 @@ class Capturing:
         clock = Clock()
         with self.wanted.prepare(descriptor):
             clock.lap("prepare")
-            warm_up(plan, self._backend.device, descriptor, inputs, self.generators)
+            kind = (descriptor.mode, descriptor.uniform_query_len)
+            watch = self._watch_all or kind not in self._watched
+            is_warm = not watch and descriptor.num_tokens in self._warm
+            if not is_warm:
+                warm_up(plan, self._backend.device, descriptor, inputs, self.generators, watch=watch)
             clock.lap("warm-up")
             self._before()
             others_before = pool.executable_bytes()
             clock.lap("account")
-            program = capture_program(plan, self._backend, pool, descriptor, inputs, self.generators)
+            try:
+                program = capture_program(plan, self._backend, pool, descriptor, inputs, self.generators, watch=watch)
+            except CaptureError:
+                if watch:
+                    raise
+                # Another run may name the line, or load what was not there yet; what fails again is refused.
+                warm_up(plan, self._backend.device, descriptor, inputs, self.generators)
+                program = capture_program(plan, self._backend, pool, descriptor, inputs, self.generators)
+            self._watched.add(kind)
+            if descriptor.mode is GraphMode.PIECEWISE:
+                self._warm.add(descriptor.num_tokens)
             clock.lap("capture")
         clock.lap("prepare")
         if self._ranges is not None:

@@ -37,7 +37,8 @@ class GraphManager:
     `run`. `prepare(descriptor)` is entered around the warm-up and the capture of a size: it sets the forward context with harmless metadata
     for that size and must leave what it changes as it was. `plan_of` names the plan of a descriptor that runs another one over the same
     inputs. `addresses` says what graphs read besides their inputs, and what happens when that moves: it is looked at behind each replay,
-    before outputs are handed out. With a `budget`, descriptors whose graphs would not fit are trimmed.
+    before outputs are handed out. With a `budget`, descriptors whose graphs would not fit are trimmed. `watch_all` False looks at
+    the first capture of each kind alone for what must not be captured.
 
     Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream and
     waits there for the step before it. `suspend` frees graphs and their memory and remembers what they were; `resume` captures it again."""
@@ -55,6 +56,7 @@ class GraphManager:
         plan_of: Callable[[Descriptor], BoundPlan] | None = None,
         budget: MemoryBudget | None = None,
         ranges: Ranges | None = None,
+        watch_all: bool = True,
     ) -> None:
         self.plan = plan
         self.backend = backend
@@ -77,6 +79,7 @@ class GraphManager:
             counters=self.counters,
             budget=budget,
             ranges=ranges,
+            watch_all=watch_all,
         )
         self._programs = self._captures.programs
         self._wanted = self._captures.wanted

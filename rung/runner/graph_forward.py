@@ -93,6 +93,7 @@ class GraphForward(Forward):
             addresses=addresses,
             plan_of=self._plan_of,
             budget=budget,
+            watch_all=False,
             ranges=nvtx_ranges(config.nvtx),
         )
         self.dispatcher = LiveDispatcher(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,6 +13,7 @@ from rung.attention.backends.torch_reference import TorchReference
 from rung.attention.backends.triton_paged import PAGED_ATTENTION, WRITE_KV, TritonPaged, zero_padded_rows_triton
 from rung.attention.select import select_backend
 from tests.attention.cases import LENGTHS, NAN, T13_SLOTS, Batch, check_writes_only_its_slots, make_batch, make_spec
+from tests.gpu.sync_debug import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 1e-5}
@@ -36,15 +35,6 @@ def usable(backend: type[AttentionBackend], batch: Batch) -> None:
     reason = backend.why_not(batch.spec, batch.query.dtype, batch.query.device, batch.cache.block_size)
     if reason is not None:
         pytest.skip(reason)
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -199,7 +189,7 @@ def test_a_call_never_synchronises(backend: type[AttentionBackend]) -> None:
     module, out = backend(spec), torch.empty_like(batch.query)
     for attempt in range(2):
         torch.cuda.synchronize()
-        with no_synchronisation() if attempt else torch.no_grad():  # the first call compiles and loads
+        with no_waiting() if attempt else torch.no_grad():  # the first call compiles and loads
             module.write_kv(batch.key, batch.value, batch.cache, batch.metadata.slot_mapping)
             module.forward(batch.query, batch.cache, out, batch.metadata)
     assert bool(out.isfinite().all())

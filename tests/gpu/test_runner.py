@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import warnings
 from collections.abc import Iterator
 from functools import cache
 
@@ -18,6 +17,7 @@ from rung.models import LoadedModel, find_quickstart, load_model, random_model
 from rung.runner import ModelRunner, NewRequest, RunnerConfig, SamplingParams, StepPlan, build_engine, build_runner
 from rung.runner.batch import gather_batch
 from rung.runner.graph_forward import GraphForward
+from tests.gpu.sync_debug import no_waiting
 from tests.smollm2 import TOPICS, divergences, reference_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -148,14 +148,9 @@ def test_a_step_of_decodes_waits_for_nothing() -> None:
     plan = StepPlan(num_scheduled_tokens={"r2": 1, "r3": 1})
     step(target, plan)
     torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # setting the mode warns that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         assert target.execute_model(plan) is None
         output = target.sample_tokens()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert output is not None
     assert len(output.get_output().sampled_token_ids) == 2
 

@@ -8,6 +8,7 @@ import torch
 
 from rung.launch import TritonLauncher, launch_road
 from rung.runner.ops import TorchStepOps, TritonStepOps, default_ops, triton_ops
+from tests.gpu.sync_debug import no_waiting
 from tests.runner.decode_worlds import DecodeWorld, draw
 from tests.runner.step_worlds import LARGE, SMALL, TINY, RandomBatch, Sizes, World, differences, torch_world
 
@@ -64,12 +65,9 @@ def test_nothing_compiles_or_waits_when_counts_change() -> None:
     world.load(RandomBatch.draw(rng, SMALL))
     world.step(SMALL.rows, SMALL.slots)
     before = compiled()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for rows, requests in ((1, 1), (2, 1), (16, 2), (17, 3), (128, 12), (150, 13)):
             world.step(rows, requests)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert before > 0
     assert compiled() == before
 

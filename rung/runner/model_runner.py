@@ -22,6 +22,7 @@ from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodeStep
 from rung.runner.forward import EagerForward, Forward
+from rung.runner.hooks import StepHooks
 from rung.runner.inputs import InputBuffers, InputBuilder
 from rung.runner.kv_cache import allocate_kv_caches, num_kv_blocks
 from rung.runner.kv_groups import kv_groups, windows_of
@@ -126,7 +127,9 @@ class ModelRunner:
             self.forward.bind_decode(self.decode)
         self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows)
         self.forward.watch(self.static_tensors)
+        self.hooks = StepHooks()
         self._parked: ParkedStep | None = None
+        self._plan = StepPlan()  # of the parked step
         self._trace = trace
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
@@ -165,7 +168,10 @@ class ModelRunner:
         try:
             self._apply(plan)
             if not plan.num_scheduled_tokens:
+                self.hooks.no_work(plan)
                 return EMPTY_OUTPUT
+            self._plan = plan
+            self.hooks.before_forward(plan)
             self._parked = self._run(gather_batch(plan.num_scheduled_tokens, self.slots), plan.num_steps, in_graph=not plan.has_bitmask)
         except Exception as error:
             raise _failed(error) from error
@@ -181,7 +187,9 @@ class ModelRunner:
             raise StateError("a grammar mask came for a step that its graph has sampled already", hint="set has_bitmask in the step's plan")
         parked, self._parked = self._parked, None
         try:
-            return self._sample_steps(parked, bitmask)
+            output = self._sample_steps(parked, bitmask)
+            self.hooks.after_step(self._plan)
+            return output
         except Exception as error:
             raise _failed(error) from error
 

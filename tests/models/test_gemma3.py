@@ -19,7 +19,7 @@ from tests.gemma3 import PROMPTS, VOCAB, gemma3_gguf, run_at_random
 from tests.models.harness import logits, transformers_gguf
 from tests.smollm2 import divergences, reference_tokens
 
-TOKENS = 16
+TOKENS = 12
 NEAR_TIE = 1e-3
 
 
@@ -118,7 +118,7 @@ def test_random_scheduling_with_preemption_equals_generate(gemma3: LoadedModel, 
         num_blocks=38,
         long_prefill_chunk=48,
         graphs="full_and_piecewise",
-        capture_sizes=(1, 2, 4, 8, 16, 32, 64),
+        capture_sizes=(8, 64),
         lazy_capture=True,
     )
     engine, runner, start = build_engine(gemma3.module, config)

@@ -221,7 +221,8 @@ class Scheduler:
     def _keep_blocks(self, step: _StepInFlight) -> None:
         """The step has succeeded: requests may start behind what it computed. Its requests may have ended, or lost their blocks, since."""
         for request, end, preemptions in step.filled:
-            if not request.is_finished and request.num_preemptions == preemptions:
+            failed = request.finish_reason is FinishReason.ERROR
+            if not (request.is_finished or failed) and request.num_preemptions == preemptions:
                 # The last known token was sampled, and is not computed by this step: a replay may have run past the end.
                 known = len(request.prompt_token_ids) + len(request.output_token_ids)
                 self.blocks.computed(request, min(end, known - 1))

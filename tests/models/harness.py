@@ -74,33 +74,29 @@ def logits(module: LlamaForCausalLM, ids: list[int], chunks: list[int] | None = 
     return torch.cat(rows)
 
 
-def transformers_gguf(path: Path, family: str = "Llama", **config_values: Any) -> Any:
+def transformers_gguf(path: Path) -> Any:
     """transformers' own reading of a GGUF file: its configuration, its names, its row order, its dequantisation.
 
     `from_pretrained(gguf_file=)` takes 35 s here, nearly all of it for the vocabulary, and wants accelerate; so the vocabulary is left
-    out and its loader is called directly. `family` names the classes; `config_values` are what the file leaves to the vocabulary."""
+    out and its loader is called directly."""
     import gguf
-    import transformers
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM as TheirModel
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     reader = gguf.GGUFReader(path)
-    for key in ("tokens", "token_type", "merges", "scores"):
-        reader.fields.pop(f"tokenizer.ggml.{key}", None)
-    their_config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
-    their_model = getattr(transformers, f"{family}ForCausalLM")
+    for key in ("tokens", "token_type", "merges"):
+        del reader.fields[f"tokenizer.ggml.{key}"]
     with patch.object(gguf, "GGUFReader", lambda _: reader):
-        config = their_config.from_dict({**load_gguf_checkpoint(str(path))["config"], **config_values})
+        config = TheirConfig.from_dict(load_gguf_checkpoint(str(path))["config"])
         with torch.device("meta"):
-            model = their_model(config)
+            model = TheirModel(config)
         tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     left = model.load_state_dict(tensors, strict=False, assign=True)
     assert not left.unexpected_keys
     assert set(left.missing_keys) <= {"lm_head.weight"}
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights
-    for part in model.modules():
-        if hasattr(part, "scalar_embed_scale"):  # a buffer that is no weight either
-            part.embed_scale = torch.tensor(part.scalar_embed_scale)
     return model.float().eval().requires_grad_(False)

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from rung.cli.doctor import devices, version_of
-from rung.graphs import GraphMode
+from rung.graphs import Dispatch, GraphMode
 from rung.graphs.backends.driver import count_captured_nodes, upload_graph
+from rung.graphs.capture import warm_up
 from rung.models import random_model
 from rung.runner import ModelRunner, RunnerConfig, StartUp, build_runner
 from rung.runner.graph_forward import GraphForward
@@ -137,9 +138,11 @@ def build(target: str, **values: Any) -> tuple[ModelRunner, GraphForward, StartU
 def measure_ladder(target: str, requests: int, profile: Path | None) -> dict[str, Any]:
     runner, forward, start = build(target, max_num_requests=requests, num_blocks=1024, lazy_capture=True)
     manager, descriptors = forward.manager, forward.descriptors
-    forward.capture(runner.dummy_context)  # kernels are loaded and workspaces exist from here on
-    manager.release()
-    manager.backend.reclaim()
+    for descriptor in descriptors:  # kernels are loaded and workspaces exist from here on, and no graph took memory yet
+        with runner.dummy_context(Dispatch(descriptor)):
+            warm_up(forward.plan_of(descriptor), runner.device, descriptor, manager.views(descriptor), watch=False)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     gc.collect()
     before, before_outside = in_use(), outside()
     forward.manager.forget_model()

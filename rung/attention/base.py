@@ -65,6 +65,7 @@ class AttentionMetadata:
     max_query_len: int  # upper bound over the requests
     max_seq_len: int  # upper bound over the requests
     host: HostMetadata | None = None
+    may_pad: bool = True  # False: every row belongs to a request (a padded request has one key, in block 0), so none is left to be zeroed
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ArtifactError, CacheError, CompileError
 from rung.passes import PassManager
+from rung.passes.fusion import ResidualAdd
 
 SETTINGS = {
     # kernels choose among their few configurations at the first call, before any capture; compiling must not run them
@@ -29,6 +30,13 @@ SETTINGS = {
     "size_asserts": False,
     "scalar_asserts": False,
 }
+# Independent pointwise kernels of one piece, such as the rotations of query and key, become one launch.
+CUDA_SETTINGS = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
+
+
+def settings(device_type: str) -> dict[str, Any]:
+    """What rung sets in Inductor for pieces on such a device."""
+    return SETTINGS | CUDA_SETTINGS if device_type == "cuda" else SETTINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +55,13 @@ class PieceCompiler:
         self.config = config
         self.store = store
         self.counters = counters
-        self.passes = PassManager()
+        self.passes = PassManager((ResidualAdd(),))
 
     def code_factors(self, device: torch.device) -> dict[str, Any]:
         """What changes the code of a piece besides the piece itself."""
         return {
             "passes": self.passes.uuid(),
-            "inductor": {**SETTINGS, **{key: repr(value) for key, value in self.config.inductor.items()}},
+            "inductor": {**settings(device.type), **{key: repr(value) for key, value in self.config.inductor.items()}},
             "python": ".".join(platform.python_version_tuple()[:2]),
             "default_dtype": str(torch.get_default_dtype()),  # ops without a dtype take it
             **torch_compat.toolchain_factors(),
@@ -117,7 +125,8 @@ class PieceCompiler:
         tag = repr((hinted, torch.get_default_dtype(), sorted(map(str, traced.bounds.values()))))
         module = copy.deepcopy(piece.graph_module)
         fresh.propagate(module, inputs)
-        options = {**SETTINGS, **self.config.inductor, **passes.inductor_options(tag)}
+        on_cuda = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in inputs)
+        options = {**settings("cuda" if on_cuda else "cpu"), **self.config.inductor, **passes.inductor_options(tag)}
         artifact = torch_compat.compile_piece(module, fresh, inputs, options)
         self.counters.add(Count.INDUCTOR_COMPILES)
         return artifact, fresh

@@ -91,7 +91,7 @@ class GraphForward(Forward):
             dim=DIM,
             counters=counters,
             addresses=addresses,
-            plan_of=self._plan_of,
+            plan_of=self.plan_of,
             budget=budget,
             watch_all=False,
             ranges=nvtx_ranges(config.nvtx),
@@ -168,7 +168,8 @@ class GraphForward(Forward):
     def weights_changed(self) -> None:
         self.manager.weights_changed()
 
-    def _plan_of(self, descriptor: Descriptor) -> BoundPlan:
+    def plan_of(self, descriptor: Descriptor) -> BoundPlan:
+        """What a graph of `descriptor` contains."""
         return self._decode_plan if self._decode_plan is not None and _is_decode(descriptor) else self._plan
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:

@@ -60,7 +60,8 @@ class InputBuilder:
         self._slots = slots
         self._transfer = transfer
         self._ops = ops
-        self._uploaded: tuple[tuple[str, ...], bytes, bytes] | None = None  # what the device holds, unless it changed that itself
+        self._every_row = np.arange(buffers.query_start_loc.shape[0], dtype=np.int32)
+        self._uploaded: tuple[tuple[str, ...], bytes] | None = None  # the decodes on the device, unless it changed them itself
 
     def upload(self, batch: Batch) -> None:
         """Enqueue the two host arrays of the step."""
@@ -71,12 +72,19 @@ class InputBuilder:
         query_start_loc[: batch.num_requests + 1] = batch.query_start_loc
         self._transfer.copy_into(idx_mapping, self.buffers.idx_mapping)
         self._transfer.copy_into(query_start_loc, self.buffers.query_start_loc)
-        self._uploaded = _identity(batch)
+        self._uploaded = None
 
-    def keep(self, batch: Batch) -> None:
-        """Enqueue them unless the last batch was the same."""
-        if self._uploaded != _identity(batch):
-            self.upload(batch)
+    def upload_decodes(self, batch: Batch) -> None:
+        """Enqueue them for a decode graph, unless it had the same batch before. Rows behind the batch are requests without a slot, so that
+        every row of the graph belongs to one."""
+        decodes = (batch.request_ids, batch.idx_mapping.tobytes())
+        if decodes == self._uploaded:
+            return
+        idx_mapping = np.full(self.buffers.idx_mapping.shape[0], -1, np.int64)
+        idx_mapping[: batch.num_requests] = batch.idx_mapping
+        self._transfer.copy_into(idx_mapping, self.buffers.idx_mapping)
+        self._transfer.copy_into(self._every_row, self.buffers.query_start_loc)
+        self._uploaded = decodes
 
     def forget(self) -> None:
         """Requests came or went: the next batch is uploaded."""
@@ -97,7 +105,3 @@ class InputBuilder:
         if has_prefill:
             ops.prefill_ids(*layout, slots.all_token_ids, buffers.input_ids, num_tokens_padded)
         ops.last_sampled_ids(*layout, slots.last_sampled_tokens, buffers.input_ids, num_tokens_padded)
-
-
-def _identity(batch: Batch) -> tuple[tuple[str, ...], bytes, bytes]:
-    return batch.request_ids, batch.idx_mapping.tobytes(), batch.query_start_loc.tobytes()

@@ -18,8 +18,11 @@ def build_metadata(
     block_table: torch.Tensor,  # int32 [R, B], in batch order
     slot_mapping: torch.Tensor,  # int64 [num_tokens padded]
     max_model_len: int,
+    *,
+    may_pad: bool = True,
 ) -> AttentionMetadata:
-    """FULL: padded sizes and upper bounds that hold for every batch of the graph, nothing for the host. Else: the batch's own sizes."""
+    """FULL: padded sizes and upper bounds that hold for every batch of the graph, nothing for the host. Else: the batch's own sizes.
+    `may_pad` False: the graph gives every row to a request."""
     if dispatch.mode == "full":
         assert dispatch.num_requests is not None
         return AttentionMetadata(
@@ -31,6 +34,7 @@ def build_metadata(
             num_actual_tokens=dispatch.num_tokens,
             max_query_len=dispatch.max_query_len or batch.max_query_len,
             max_seq_len=max_model_len,
+            may_pad=may_pad,
         )
     return AttentionMetadata(
         query_start_loc=buffers.query_start_loc[: batch.num_requests + 1],

@@ -297,11 +297,12 @@ class ModelRunner:
         self._inputs.upload(batch)
         self._inputs.build(dispatch.num_tokens, batch.has_prefill)
         rows = dispatch.num_requests or batch.num_requests
+        may_pad = not self.forward.advances(dispatch)
         metadata = {}
         for kv_group, table in zip(self.kv_groups, self.block_tables, strict=True):
             block_table = table.gather(buffers.idx_mapping, rows)
             slot_mapping = table.map_slots(buffers.idx_mapping, buffers.query_start_loc, buffers.positions, dispatch.num_tokens)
-            group = build_metadata(batch, dispatch, buffers, block_table, slot_mapping, self.config.max_model_len)
+            group = build_metadata(batch, dispatch, buffers, block_table, slot_mapping, self.config.max_model_len, may_pad=may_pad)
             metadata.update(dict.fromkeys(kv_group.layers, group))
         context = ForwardContext(
             attention_metadata=metadata,
@@ -325,7 +326,7 @@ class ModelRunner:
 
     def _replay(self, batch: Batch, dispatch: Dispatch, num_steps: int, sampling: bool) -> ParkedStep:
         """Steps whose inputs, and when `sampling` also tokens, the graph makes from the slots."""
-        self._inputs.keep(batch)
+        self._inputs.upload_decodes(batch)
         self.decode.begin(dispatch.num_tokens, sampling=sampling)
         for _ in range(num_steps if sampling else 1):
             logits = self.forward.advance(dispatch)

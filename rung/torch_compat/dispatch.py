@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,6 +31,19 @@ def call_device_kernel(function: Any, device_type: str, arguments: Sequence[Any]
     op."""
     key = torch._C.DispatchKey.CUDA if device_type == "cuda" else torch._C.DispatchKey.CPU
     return function.redispatch(torch._C.DispatchKeySet(key), *arguments, **keywords)
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a Python dispatch mode sees the operations of this thread."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def no_dispatch_modes() -> AbstractContextManager[Any]:
+    """Operations inside go past all Python dispatch modes."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    modes: AbstractContextManager[Any] = _disable_current_modes()
+    return modes
 
 
 def occupy_stream(cycles: int) -> None:

@@ -144,7 +144,7 @@ STEPS: dict[Function, list[str]] = {
     flatten_after_write: ["piece_00", "write_00", "piece_01", "double_01", "piece_02"],
     tuple_op: ["piece_00", "pair_00", "piece_01"],
     unused_result: ["piece_00"],
-    size_argument: ["piece_00", "first_rows_00", "piece_01"],
+    size_argument: ["piece_00", "first_rows_00.0", "first_rows_00.1", "piece_01"],  # the arithmetic on sizes is a part of its own
 }
 ALL = [*STEPS, write_then_read, tuple_op_half_used, tuple_op_read_late, size_used_late, sizes_of_a_wider_tensor, keyword_argument]
 ALL += [in_place_result_unused, slice_of_a_piece, result_is_input]

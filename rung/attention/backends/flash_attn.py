@@ -20,6 +20,7 @@ from rung.attention.backends.kv_write import write_kv_torch
 from rung.attention.backends.triton_paged import why_no_triton, write_kv_triton, zero_padded_rows_triton
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
 from rung.config import variable
+from rung.torch_compat import in_dispatch_mode, no_dispatch_modes
 
 _VARIABLE = "RUNG_FLASH_ATTN_LIBRARY"
 _HALF = (torch.float16, torch.bfloat16)
@@ -65,6 +66,8 @@ class _FlashAttention(AttentionBackend):
 
     @staticmethod
     def _zero_padded_rows(out: torch.Tensor, metadata: AttentionMetadata) -> None:
+        if not metadata.may_pad:
+            return
         if metadata.host is not None:
             out[int(metadata.host.query_start_loc[-1]) :].zero_()
         elif why_no_triton(out.device) is None:
@@ -110,6 +113,9 @@ class FlashAttention3(_FlashAttention):
         self._zero_padded_rows(out, metadata)
 
     def _forward_library(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
+        if in_dispatch_mode():  # without splits the library returns undefined tensors in a list, which no mode can hand on
+            with no_dispatch_modes():
+                return self._forward_library(query, cache, out, metadata)
         assert self._library is not None
         left, right = self._window
         # Without a scheduler's metadata and with 0 splits the library chooses the splits from the bounds, as a capture needs.

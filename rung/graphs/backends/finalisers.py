@@ -17,7 +17,6 @@ def finalisers_parked() -> Iterator[None]:
     if _parked.get() is not None:
         yield
         return
-    gc.collect()
     collects = gc.isenabled()
     gc.disable()
     waiting: list[Callable[[], object]] = []

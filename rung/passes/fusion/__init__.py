@@ -1,1 +1,3 @@
+from rung.passes.fusion.residual_add import ResidualAdd
 
+__all__ = ["ResidualAdd"]

@@ -49,7 +49,7 @@ class DecodeOps(ABC):
     @abstractmethod
     def inputs(self, slots: RequestSlots, table: BlockTable, buffers: InputBuffers, num_rows: int) -> None:
         """Ids, positions, lengths, block table and slot mapping of the first `num_rows` rows, as the operations of `StepOps` give them
-        for queries of one token. Called once for each block table."""
+        for queries of one token: a row without a slot has one key, in block 0. Called once for each block table."""
 
     @abstractmethod
     def sample(self, logits: torch.Tensor, slots: RequestSlots, buffers: InputBuffers, sampling: RowSampling, state: DecodeState) -> None:

@@ -68,6 +68,7 @@ def main() -> None:
             graphs="full_and_piecewise",
             capture_sizes=None if arguments.capture_all else tuple(sorted({*sizes, 512})),
             replay_steps=replay_steps,
+            prefix_cache=False,
         )
         engine, _, start = build_engine(decoder.module, config)
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.seconds.items())

@@ -79,6 +79,7 @@ def make_trace(workload: Workload, path: Path) -> None:
         max_model_len=8192,
         long_prefill_chunk=workload.long_prefill_chunk,
         graphs="full_and_piecewise",
+        prefix_cache=False,  # all prompts have the same ids
     )
     mode = ConfiguredMode(config.graphs)
     descriptors = plan_descriptors(capture_ladder(config), mode, max_num_requests=config.max_num_requests, capture_support=SUPPORT)

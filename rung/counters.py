@@ -33,6 +33,8 @@ class Count(StrEnum):
     PADDING_CHECKS = "padding_checks"  # runs that compared exact with padded sizes
     UNPROVED_PADDING = "unproved_padding"  # dimensions that are padded because such a run agreed, without a proof
     HOST_TO_DEVICE_COPIES = "host_to_device_copies"
+    PREFIX_TOKENS = "prefix_tokens"  # tokens of requests when they entered a slot, with the prefix cache on
+    PREFIX_HIT_TOKENS = "prefix_hit_tokens"  # those of them that were in the cache
 
 
 class Counters(Mapping[str, int]):

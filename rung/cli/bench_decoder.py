@@ -122,7 +122,7 @@ class DecoderBench:
         assert isinstance(graphs, GraphForward)
         self._forward = SwitchedForward(EagerForward(decoder.module, self._runner.counters), graphs)
         self._runner.forward = self._forward  # the same input buffers: those of the graphs
-        self._scheduler = Scheduler(self._runner.config, self._runner.num_blocks)
+        self._scheduler = Scheduler(self._runner.config, self._runner.num_blocks, self._runner.windows)
         report = graphs.manager.memory()
         self.graph_memory = report if report.entries else None
 
@@ -151,6 +151,7 @@ class DecoderBench:
             max_model_len=length,
             num_blocks=max(largest * needed // 16, -(-length // 16)) + 1,
             graphs=graphs,
+            prefix_cache=False,
             capture_sizes=_padded_sizes(sizes),
         )
 

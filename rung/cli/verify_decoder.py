@@ -100,7 +100,7 @@ class DecoderVerify:
 
     def _admit(self, count: int, seed: int) -> Scheduler:
         """A scheduler whose `count` requests have computed their prompts."""
-        random, scheduler = Random(seed), Scheduler(self.runner.config, self.runner.num_blocks)
+        random, scheduler = Random(seed), Scheduler(self.runner.config, self.runner.num_blocks, self.runner.windows)
         for index in range(count):
             prompt = tuple(random.randrange(self._decoder.config.vocab_size) for _ in range(self._context))
             request = Request(

@@ -1,6 +1,8 @@
-"""Models: a Llama-family decoder, its configuration, weights out of safetensors and GGUF, tokenizer and chat template."""
+"""Models: decoders of the Llama family and Gemma-3, configurations, weights out of safetensors and GGUF, tokenizer and chat template."""
 
-from rung.models.config import ARCHITECTURES, LlamaConfig, read_config
+from rung.models.build import read_config
+from rung.models.config import ARCHITECTURES, LlamaConfig
+from rung.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from rung.models.llama import LlamaForCausalLM
 from rung.models.load import LoadedModel, load_model, resolve_path
 from rung.models.quickstart import find_quickstart
@@ -11,6 +13,8 @@ __all__ = [
     "ARCHITECTURES",
     "SHAPES",
     "Detokenizer",
+    "Gemma3Config",
+    "Gemma3ForCausalLM",
     "LlamaConfig",
     "LlamaForCausalLM",
     "LoadedModel",

@@ -11,8 +11,8 @@ from typing import Any
 from rung.errors import ConfigError, ModelLoadError, UnknownModelError
 from rung.models.rope import FactorScaling, RopeScaling, parse_scaling
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_BY_MODEL_TYPE = {"llama": ARCHITECTURES[0], "mistral": ARCHITECTURES[1], "qwen2": ARCHITECTURES[2], "qwen3": ARCHITECTURES[3]}
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM")
+_BY_MODEL_TYPE = dict(zip(("llama", "mistral", "qwen2", "qwen3", "gemma3_text"), ARCHITECTURES, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,26 +78,30 @@ class LlamaConfig:
         """Sliding window of a layer, None for full attention."""
         return self.layer_windows[layer] if self.layer_windows else None
 
+    @property
+    def attention_scale(self) -> float:
+        return float(self.head_size**-0.5)
+
     @classmethod
     def from_transformers(cls, values: Mapping[str, Any]) -> LlamaConfig:
         """From the content of a transformers `config.json` (versions 4 and 5). Raises `UnknownModelError`, `ConfigError`."""
-        architecture = _architecture(values)
+        architecture = architecture_of(values)
         activation = values.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise ConfigError(f"hidden_act must be 'silu', got {activation!r}", hint="only gated SiLU models are supported")
-        num_heads = _need(values, "num_attention_heads")
+        num_heads = need(values, "num_attention_heads")
         theta, scaling = _rope(values)
         bias = bool(values.get("attention_bias", False))
         return cls(
             architecture=architecture,
-            vocab_size=_need(values, "vocab_size"),
-            hidden_size=_need(values, "hidden_size"),
-            intermediate_size=_need(values, "intermediate_size"),
-            num_layers=_need(values, "num_hidden_layers"),
+            vocab_size=need(values, "vocab_size"),
+            hidden_size=need(values, "hidden_size"),
+            intermediate_size=need(values, "intermediate_size"),
+            num_layers=need(values, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=values.get("num_key_value_heads") or num_heads,
-            head_size=values.get("head_dim") or _need(values, "hidden_size") // max(num_heads, 1),
-            max_position_embeddings=_need(values, "max_position_embeddings"),
+            head_size=values.get("head_dim") or need(values, "hidden_size") // max(num_heads, 1),
+            max_position_embeddings=need(values, "max_position_embeddings"),
             rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -108,11 +112,6 @@ class LlamaConfig:
             qk_norm=architecture == "Qwen3ForCausalLM",
             layer_windows=_windows(values, architecture),
         )
-
-
-def read_config(path: Path) -> LlamaConfig:
-    """Read a `config.json`. Raises `ModelLoadError` when it is not JSON, otherwise as `LlamaConfig.from_transformers`."""
-    return LlamaConfig.from_transformers(read_json(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -126,7 +125,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _architecture(values: Mapping[str, Any]) -> str:
+def architecture_of(values: Mapping[str, Any]) -> str:
+    """The first known architecture that is named. Raises `UnknownModelError`."""
     named = values.get("architectures") or [_BY_MODEL_TYPE.get(str(values.get("model_type")), str(values.get("model_type")))]
     for name in named:
         if name in ARCHITECTURES:
@@ -137,7 +137,8 @@ def _architecture(values: Mapping[str, Any]) -> str:
     )
 
 
-def _need(values: Mapping[str, Any], name: str) -> int:
+def need(values: Mapping[str, Any], name: str) -> int:
+    """An integer that must be there. Raises `ConfigError`."""
     value = values.get(name)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"the model's configuration must give {name} as an integer, got {value!r}", hint=f"add {name} to config.json")
@@ -158,7 +159,7 @@ def _windows(values: Mapping[str, Any], architecture: str) -> tuple[int | None, 
     window = values.get("sliding_window")
     if window is None or architecture == "LlamaForCausalLM":
         return ()
-    count = _need(values, "num_hidden_layers")
+    count = need(values, "num_hidden_layers")
     if architecture == "MistralForCausalLM":
         return (int(window),) * count
     if not values.get("use_sliding_window", False):

@@ -1,4 +1,5 @@
-"""The tokenizer that a GGUF file keeps in its metadata: byte-level BPE ("gpt2") with the split rule named by `tokenizer.ggml.pre`."""
+"""The tokenizer that a GGUF file keeps in its metadata: byte-level BPE ("gpt2") with the split rule named by `tokenizer.ggml.pre`, or
+SentencePiece ("llama")."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 from rung.errors import TokenizerError
 from rung.models.chat import ChatTemplate
+from rung.models.gguf_spm import spm_backend
 from rung.models.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer.ggml."
@@ -20,17 +22,16 @@ _SINGLE_DIGITS = ("smollm",)
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Raises `TokenizerError` for a vocabulary or a split rule that is not supported."""
-    from tokenizers import AddedToken, decoders, models, processors
-    from tokenizers import Tokenizer as Backend
+    from tokenizers import AddedToken, processors
 
     kind = metadata.get(_PREFIX + "model")
-    if kind != "gpt2":
-        raise TokenizerError(f"tokenizer model {kind!r} is not supported", hint="use a GGUF file with a byte-level BPE ('gpt2') vocabulary")
+    if kind not in _KINDS:
+        raise TokenizerError(
+            f"tokenizer model {kind!r} is not supported",
+            hint="use a GGUF file with a byte-level BPE ('gpt2') or SentencePiece ('llama') vocabulary",
+        )
     tokens: list[str] = metadata[_PREFIX + "tokens"]
-    merges = [_pair(merge) for merge in metadata.get(_PREFIX + "merges", ())]
-    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    backend.pre_tokenizer = _pre_tokenizer(str(metadata.get(_PREFIX + "pre", "default")))
-    backend.decoder = decoders.ByteLevel()
+    backend = _KINDS[kind](metadata)
     types = metadata.get(_PREFIX + "token_type") or [1] * len(tokens)
     backend.add_special_tokens(
         [AddedToken(t, normalized=False, special=True) for t, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
@@ -49,6 +50,20 @@ def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
     """End of text, and end of turn where the file names one."""
     ids = [metadata.get(_PREFIX + "eos_token_id"), metadata.get(_PREFIX + "eot_token_id")]
     return sorted({int(token) for token in ids if token is not None})
+
+
+def _byte_level_backend(metadata: Mapping[str, Any]) -> Any:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    merges = [_pair(merge) for merge in metadata.get(_PREFIX + "merges", ())]
+    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(metadata[_PREFIX + "tokens"])}, merges=merges))
+    backend.pre_tokenizer = _pre_tokenizer(str(metadata.get(_PREFIX + "pre", "default")))
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+_KINDS = {"gpt2": _byte_level_backend, "llama": spm_backend}
 
 
 def _pair(merge: str) -> tuple[str, str]:

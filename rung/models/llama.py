@@ -6,6 +6,8 @@ one projection, gate and up another; the residual travels beside the hidden stat
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -42,7 +44,7 @@ class RMSNorm(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: LlamaConfig, layer: int) -> None:
+    def __init__(self, config: LlamaConfig, layer: int, norm: type[nn.Module] = RMSNorm) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
@@ -50,13 +52,13 @@ class LlamaAttention(nn.Module):
         self.sizes = (config.query_size, config.kv_size, config.kv_size)
         self.qkv_proj = Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
         self.o_proj = Linear(config.query_size, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = norm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = norm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
         spec = AttentionSpec(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
-            scale=config.head_size**-0.5,
+            scale=config.attention_scale,
             sliding_window=config.window(layer),
         )
         self.attention = Attention(f"layers.{layer}.attention", spec)
@@ -109,12 +111,15 @@ class LlamaForCausalLM(nn.Module):
     Attention runs in the current forward context; bind a KV cache and a backend to every layer first. Built with storage but without
     values: use `load_model` or `random_model`."""
 
+    layer_type: ClassVar[type[nn.Module]] = LlamaLayer
+    norm_type: ClassVar[type[nn.Module]] = RMSNorm
+
     def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(self.layer_type(config, layer) for layer in range(config.num_layers))
+        self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         self.to(dtype)
         self.rotary = RotaryEmbedding(config.head_size, config.max_position_embeddings, config.rope_theta, config.rope_scaling, dtype)
@@ -131,12 +136,3 @@ class LlamaForCausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size], in the model's dtype."""
         return F.linear(hidden, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
-
-
-def empty_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device | str) -> LlamaForCausalLM:
-    """The module with uninitialised parameters on `device` and the rotary table filled; nothing is initialised twice."""
-    with torch.device("meta"):
-        module = LlamaForCausalLM(config, dtype)
-    module.to_empty(device=device)
-    module.rotary.fill()
-    return module.requires_grad_(False).eval()

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from rung.errors import TokenizerError, UnknownModelError
+from rung.models.build import config_from_transformers, empty_model
 from rung.models.config import LlamaConfig, read_json
 from rung.models.folder_tokenizer import generation_from_folder, tokenizer_from_folder
 from rung.models.gguf_tokenizer import stop_ids, tokenizer_from_gguf
-from rung.models.llama import LlamaForCausalLM, empty_model
+from rung.models.llama import LlamaForCausalLM
 from rung.models.quickstart import find_quickstart
 from rung.models.tokenizer import Tokenizer
 from rung.models.weights import GGUFSource, SafetensorsSource, load_weights
@@ -90,7 +91,7 @@ def _sampling_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
     values = read_json(folder / "config.json")
-    config = LlamaConfig.from_transformers(values)
+    config = config_from_transformers(values)
     source = SafetensorsSource(folder)
     generation = generation_from_folder(folder, values)
     tokenizer = tokenizer_from_folder(folder, generation["eos_token_id"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from rung.errors import UnknownModelError
+from rung.models.build import empty_model
 from rung.models.config import LlamaConfig
-from rung.models.llama import LlamaForCausalLM, empty_model
+from rung.models.llama import LlamaForCausalLM
 
 SHAPES: dict[str, LlamaConfig] = {
     "llama-8b": LlamaConfig(

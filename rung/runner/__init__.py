@@ -7,6 +7,7 @@ from rung.runner.engine import Completion, Engine, Update
 from rung.runner.executor import Executor, InProcessExecutor
 from rung.runner.forward import EagerForward, Forward
 from rung.runner.grammar import Grammar, GrammarCompiler, GrammarMask, GrammarMatcher
+from rung.runner.hooks import StepHooks
 from rung.runner.model_runner import ModelRunner
 from rung.runner.output import EMPTY_OUTPUT, AsyncOutput, ModelRunnerOutput
 from rung.runner.plan import CachedRequest, NewRequest, StepPlan
@@ -38,6 +39,7 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "StartUp",
+    "StepHooks",
     "StepPlan",
     "TokenLogprobs",
     "Update",

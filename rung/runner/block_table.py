@@ -23,6 +23,7 @@ class BlockTable:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.num_blocks_np = np.zeros(max_num_requests, np.int32)
+        self._num_null = [0] * max_num_requests  # entries at the front of each row that were cleared
         device = transfer.device
         by_slot = torch.zeros(max_num_requests, 1 + max_blocks, dtype=torch.int32, device=device)
         self.table = by_slot[:, 1:]  # int32 [R, B]
@@ -49,6 +50,15 @@ class BlockTable:
         self.num_blocks_np[slot] = held + len(block_ids)
         self._staged.stage(slot, 0, [held + len(block_ids)])
         self._staged.stage(slot, 1 + held, block_ids)
+        if replace:
+            self._num_null[slot] = 0
+
+    def clear_front(self, slot: int, count: int) -> None:
+        """The first `count` entries of the row become the null block: their blocks were freed, behind a sliding window."""
+        done = self._num_null[slot]
+        if count > done:
+            self._staged.stage(slot, 1 + done, [0] * (count - done))
+            self._num_null[slot] = count
 
     def apply_staged_writes(self) -> None:
         self._staged.apply()

@@ -29,7 +29,8 @@ from rung.runner.engine import Engine
 from rung.runner.executor import InProcessExecutor
 from rung.runner.forward import EagerForward, Forward
 from rung.runner.graph_forward import DIM, GraphForward
-from rung.runner.kv_cache import block_bytes, num_kv_blocks
+from rung.runner.kv_cache import num_kv_blocks
+from rung.runner.kv_groups import kv_groups
 from rung.runner.memory_plan import MemoryPlan
 from rung.runner.model_runner import ModelRunner
 from rung.runner.ops import default_ops
@@ -88,8 +89,8 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
         raise ConfigError("graphs need a compiled model, and eager=True asks for none", hint='use graphs="none", or eager=False')
     with start.phase("allocate"):
         ops, start.step_ops = default_ops(device)
-        bytes_per_block = block_bytes(attention_layers(module).values(), config.block_size, dtype)
-        profiled = needs_profile(config, bytes_per_block, device)
+        groups = kv_groups(attention_layers(module), config, dtype)
+        profiled = needs_profile(config, groups, device)
         runner = ModelRunner(
             module,
             config,
@@ -104,7 +105,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
         with start.phase("profile"):
             start.memory = profile_memory(runner, call)
         with start.phase("allocate"):
-            runner.allocate_kv_cache(num_kv_blocks(config, bytes_per_block, device, start.memory))
+            runner.allocate_kv_cache(num_kv_blocks(config, groups, device, start.memory))
     if isinstance(forward, GraphForward) and forward.descriptors:
         with start.phase("capture"):
             start.capture = forward.capture(runner.dummy_context, lazy=config.lazy_capture)
@@ -119,7 +120,7 @@ def build_engine(
     vocab_size: int = module.config.vocab_size  # type: ignore[union-attr, assignment]
     engine = Engine(
         InProcessExecutor(runner),
-        Scheduler(config, runner.num_blocks),
+        Scheduler(config, runner.num_blocks, runner.windows, runner.counters),
         vocab_size=vocab_size,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,

@@ -23,6 +23,7 @@ class RunnerConfig:
     num_blocks: int | None = None  # KV-cache blocks, the null block included
     kv_cache_bytes: int | None = None  # budget for the KV cache of all layers
     memory_fraction: float = 0.9  # part of the device's memory that may be filled: weights, activations, graphs and KV cache
+    prefix_cache: bool = True  # requests start behind the tokens whose blocks an earlier request with the same beginning has left
     long_prefill_chunk: int | None = None  # at most this many prompt tokens of one request in a step; None: the whole budget
     steps_in_flight: int = 2  # steps enqueued before the oldest one's tokens are read
     graphs: Mode = "none"

@@ -23,8 +23,10 @@ from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodeStep
 from rung.runner.forward import EagerForward, Forward
 from rung.runner.grammar import GrammarMask
+from rung.runner.hooks import StepHooks
 from rung.runner.inputs import InputBuffers, InputBuilder
-from rung.runner.kv_cache import allocate_kv_caches, block_bytes, num_kv_blocks
+from rung.runner.kv_cache import allocate_kv_caches, num_kv_blocks
+from rung.runner.kv_groups import kv_groups, windows_of
 from rung.runner.metadata import build_metadata
 from rung.runner.ops import StepOps, default_ops
 from rung.runner.output import EMPTY_OUTPUT, AsyncOutput, ModelRunnerOutput
@@ -70,9 +72,9 @@ class ModelRunner:
     """Runs `module(input_ids [T] int32, positions [T] int64) -> hidden [T, hidden]` and `module.compute_logits(hidden [N, hidden])`.
 
     One step is two calls: `execute_model(plan)` applies the plan and enqueues forward and logits, `sample_tokens(mask)` samples and
-    advances the slots. Between them a caller may build a grammar mask. The runner owns slots, block tables, input buffers and KV cache;
-    it binds the attention layers of `module` to them. `num_blocks` overrides the configured size of the KV cache. `trace` gets the steps
-    of requests, not the dummy ones. Not thread-safe: one caller drives it."""
+    advances the slots. Between them a caller may build a grammar mask. The runner owns slots, block tables (one for each of
+    `kv_groups`), input buffers and KV cache; it binds the attention layers of `module` to them. `num_blocks` overrides the configured size
+    of the KV cache. `trace` gets the steps of requests, not the dummy ones. Not thread-safe: one caller drives it."""
 
     def __init__(
         self,
@@ -99,16 +101,18 @@ class ModelRunner:
         if not self.layers:
             raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
         self._backend = backend
+        self.kv_groups = kv_groups(self.layers, config, self.dtype)
         if num_blocks is None:
-            num_blocks = num_kv_blocks(config, block_bytes(self.layers.values(), config.block_size, self.dtype), self.device)
+            num_blocks = num_kv_blocks(config, self.kv_groups, self.device)
         self.kv_caches: dict[str, KVCache] = {}
         self.allocate_kv_cache(num_blocks)
 
         self.ops = ops = ops or default_ops(self.device)[0]
         transfer = HostToDevice(self.device, self.counters)
         self.slots = RequestSlots(config.max_num_requests, config.max_model_len, transfer, ops)
-        self.block_tables = (
-            BlockTable(config.max_num_requests, config.max_blocks_per_request, config.max_num_tokens, config.block_size, transfer, ops),
+        self.block_tables = tuple(
+            BlockTable(config.max_num_requests, config.max_blocks_per_request, config.max_num_tokens, config.block_size, transfer, ops)
+            for _ in self.kv_groups
         )
         self.buffers = InputBuffers.allocate(config.max_num_tokens, config.max_num_requests, self.device, self.forward.static_inputs())
         self.sampler = Sampler(self.slots, transfer, ops)
@@ -125,20 +129,28 @@ class ModelRunner:
         )
         if self.device.type == "cuda" if config.decode_in_graph is None else config.decode_in_graph:
             self.forward.bind_decode(self.decode)
-        self._checker = PlanChecker(config, self.slots, self.block_tables)
+        self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows)
         self.forward.watch(self.static_tensors)
+        self.hooks = StepHooks()
         self._parked: ParkedStep | None = None
+        self._plan = StepPlan()  # of the parked step
         self._trace = trace
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Replace the KV cache by one of `num_blocks` blocks. No request may run, and no graph may have been captured over the old one."""
+        """Replace the KV cache by one of `num_blocks` blocks (as `kv_groups.group_blocks` counts them). No request may run, and no graph
+        may have been captured over the old one."""
         for layer in self.layers.values():
             layer.kv_cache = None  # the old one is freed first
         self.kv_caches = {}
         self.num_blocks = num_blocks
-        self.kv_caches = allocate_kv_caches(self.layers, num_blocks, self.config.block_size, self.dtype, self.device)
+        self.kv_caches = allocate_kv_caches(self.layers, self.kv_groups, num_blocks, self.config, self.dtype, self.device)
         self._bind_layers(self._backend)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each KV-cache group, None for full attention; the scheduler has to know."""
+        return windows_of(self.kv_groups)
 
     @property
     def parked(self) -> ParkedStep | None:
@@ -160,7 +172,10 @@ class ModelRunner:
         try:
             self._apply(plan)
             if not plan.num_scheduled_tokens:
+                self.hooks.no_work(plan)
                 return EMPTY_OUTPUT
+            self._plan = plan
+            self.hooks.before_forward(plan)
             self._parked = self._run(gather_batch(plan.num_scheduled_tokens, self.slots), plan.num_steps, in_graph=not plan.has_bitmask)
         except Exception as error:
             raise _failed(error) from error
@@ -176,7 +191,9 @@ class ModelRunner:
             raise StateError("a grammar mask came for a step that its graph has sampled already", hint="set has_bitmask in the step's plan")
         parked, self._parked = self._parked, None
         try:
-            return self._sample_steps(parked, mask)
+            output = self._sample_steps(parked, mask)
+            self.hooks.after_step(self._plan)
+            return output
         except Exception as error:
             raise _failed(error) from error
 
@@ -289,11 +306,11 @@ class ModelRunner:
         rows = dispatch.num_requests or batch.num_requests
         may_pad = not self.forward.advances(dispatch)
         metadata = {}
-        for table in self.block_tables:
+        for kv_group, table in zip(self.kv_groups, self.block_tables, strict=True):
             block_table = table.gather(buffers.idx_mapping, rows)
             slot_mapping = table.map_slots(buffers.idx_mapping, buffers.query_start_loc, buffers.positions, dispatch.num_tokens)
             group = build_metadata(batch, dispatch, buffers, block_table, slot_mapping, self.config.max_model_len, may_pad=may_pad)
-            metadata.update(dict.fromkeys(self.layers, group))
+            metadata.update(dict.fromkeys(kv_group.layers, group))
         context = ForwardContext(
             attention_metadata=metadata,
             attention_layers=self.layers,
@@ -386,6 +403,8 @@ class ModelRunner:
                 for table, blocks in zip(self.block_tables, cached.new_block_ids, strict=True):
                     if blocks or cached.resumed:
                         table.write(slot, blocks, replace=cached.resumed)
+            for table, count in zip(self.block_tables, cached.num_null_blocks, strict=False):
+                table.clear_front(slot, count)
         self.slots.apply_staged_writes()
         self.sampler.apply_staged_writes()
         for table in self.block_tables:

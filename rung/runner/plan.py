@@ -32,6 +32,9 @@ class CachedRequest:
     num_computed_tokens: int
     new_block_ids: BlockIds = ()
     resumed: bool = False
+    # By group, how many entries at the front of the row have become the null block, because their tokens lie behind the window. Empty: as
+    # before.
+    num_null_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

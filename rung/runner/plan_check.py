@@ -9,6 +9,7 @@ import numpy as np
 from rung.errors import BlockTableError, RequestError
 from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
+from rung.runner.kv_groups import first_block
 from rung.runner.plan import BlockIds, CachedRequest, NewRequest, StepPlan
 from rung.runner.slots import RequestSlots
 
@@ -18,10 +19,11 @@ _HINT = "the scheduler and the runner disagree; build plans with rung.runner.Sch
 class PlanChecker:
     """Raises `RequestError` (or `BlockTableError`) that names the request."""
 
-    def __init__(self, config: RunnerConfig, slots: RequestSlots, tables: Sequence[BlockTable]) -> None:
+    def __init__(self, config: RunnerConfig, slots: RequestSlots, tables: Sequence[BlockTable], windows: Sequence[int | None]) -> None:
         self._config = config
         self._slots = slots
         self._tables = tables
+        self._windows = windows
 
     def check(self, plan: StepPlan) -> None:
         slots = self._slots
@@ -56,6 +58,15 @@ class PlanChecker:
             raise RequestError(f"request {name!r} has {computed} computed tokens, the plan says {request.num_computed_tokens}", hint=_HINT)
         if request.new_block_ids or request.resumed:
             self._check_blocks(slot, request.new_block_ids, replace=request.resumed)
+        if request.num_null_blocks:
+            self._check_nulls(slot, request)
+
+    def _check_nulls(self, slot: int, request: CachedRequest) -> None:
+        counts, groups = request.num_null_blocks, len(self._tables)
+        _require(len(counts) == groups, f"null blocks of {len(counts)} KV-cache groups came, there are {groups}")
+        for table, count, window in zip(self._tables, counts, self._windows, strict=True):
+            passed = first_block(request.num_computed_tokens, window, table.block_size)
+            _require(count <= passed, f"{count} blocks of request {request.request_id!r} become null, {passed} lie behind the window")
 
     def _check_blocks(self, slot: int | None, block_ids: BlockIds, *, replace: bool) -> None:
         count = len(self._tables)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from rung.graphs import Dispatch, exact
 from rung.runner.batch import dummy_batch, dummy_query_lens
 from rung.runner.config import RunnerConfig
 from rung.runner.graph_forward import GraphForward
-from rung.runner.kv_cache import block_bytes, free_bytes, most_kv_blocks
+from rung.runner.kv_cache import free_bytes
+from rung.runner.kv_groups import KVGroup, cache_bytes, most_kv_blocks
 from rung.runner.memory_plan import MemoryPlan
 from rung.runner.model_runner import ModelRunner
 
@@ -20,11 +21,11 @@ PROFILE_BLOCKS = 2  # dummy steps touch the null block alone
 _AMPLE = 0.5  # a cache for every slot at its full length that takes less than this part of the free memory needs no profile
 
 
-def needs_profile(config: RunnerConfig, runner_bytes_per_block: int, device: torch.device) -> bool:
+def needs_profile(config: RunnerConfig, groups: Sequence[KVGroup], device: torch.device) -> bool:
     """Whether the memory fraction decides how many blocks there are, rather than the configuration or the slots."""
     if config.num_blocks is not None or config.kv_cache_bytes is not None:
         return False
-    return most_kv_blocks(config) * runner_bytes_per_block > _AMPLE * config.memory_fraction * free_bytes(device)
+    return cache_bytes(config, groups, most_kv_blocks(config, groups)) > _AMPLE * config.memory_fraction * free_bytes(device)
 
 
 def profile_memory(runner: ModelRunner, call: Callable[..., Any]) -> MemoryPlan:
@@ -50,7 +51,7 @@ def profile_memory(runner: ModelRunner, call: Callable[..., Any]) -> MemoryPlan:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
-    kv_bytes = PROFILE_BLOCKS * block_bytes(runner.layers.values(), config.block_size, runner.dtype)  # freed before the real one
+    kv_bytes = cache_bytes(config, runner.kv_groups, PROFILE_BLOCKS)  # freed before the real one
     return MemoryPlan(
         total_bytes=total,
         fraction=config.memory_fraction,

@@ -39,7 +39,9 @@ class Request:
     num_computed_tokens: int = 0  # scheduled tokens, those of steps in flight included
     num_in_flight: int = 0  # tokens being sampled that the host does not know yet
     num_tokens: int = field(init=False)  # tokens of the request, those in flight included
-    block_ids: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    num_blocks: int = 0  # entries of the request's block table rows, kept by `KVBlocks`
+    block_keys: list[bytes] = field(default_factory=list)  # of its first full blocks, by content, kept by `KVBlocks`
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -48,6 +50,11 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that a step could compute now; 0 when the request may not grow any more."""
         return self.num_tokens - self.num_computed_tokens if self.num_tokens < self.max_total_tokens else 0
+
+    def known_tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens that the host knows, prompt and output."""
+        first = len(self.prompt_token_ids)
+        return (*self.prompt_token_ids[start:stop], *self.output_token_ids[max(0, start - first) : max(0, stop - first)])
 
     def sampling_ahead(self, num_steps: int) -> None:
         """So many tokens will be sampled by a step that was just planned."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rung.counters import Count, Counters
 from rung.errors import RequestError
 from rung.runner.config import RunnerConfig
 from rung.runner.grammar.base import GrammarMatcher
-from rung.runner.kv_cache import BlockPool
+from rung.runner.kv_blocks import KVBlocks
 from rung.runner.output import ModelRunnerOutput
 from rung.runner.plan import CachedRequest, NewRequest, StepPlan
 from rung.runner.request import FinishReason, Request, RequestStatus
@@ -18,6 +20,7 @@ from rung.runner.request import FinishReason, Request, RequestStatus
 class _StepInFlight:
     requests: list[Request]
     sampling: list[Request]  # those that get tokens
+    filled: list[tuple[Request, int, int]]  # those that fill blocks, the end of their computed tokens, and their preemptions by then
 
 
 @dataclass(slots=True)
@@ -26,22 +29,24 @@ class _Draft:
 
     budget: int
     new: list[NewRequest] = field(default_factory=list)
-    grown: dict[str, list[int]] = field(default_factory=dict)  # new blocks of running requests
     scheduled: dict[str, int] = field(default_factory=dict)
     preempted: set[str] = field(default_factory=set)
 
 
 class Scheduler:
-    """Decides which requests run and how many tokens each adds; owns the free blocks.
+    """Decides which requests run and how many tokens each adds; owns the blocks. `windows` are those of the runner's KV-cache groups.
 
     There are no phases: a request has tokens that are not computed yet, one in a decode, more in a prefill, and gets as many as the
     budget leaves. Running requests go first, in the order they came; then waiting ones while slots and blocks last. When a running request
-    finds no block, the last one is preempted: it loses slot and blocks, and later computes everything again. Steps may be scheduled before
-    the tokens of earlier ones are known."""
+    finds no block, the last one is preempted: it loses slot and blocks, and later computes again what the prefix cache has lost. Steps may
+    be scheduled before the tokens of earlier ones are known."""
 
-    def __init__(self, config: RunnerConfig, num_blocks: int) -> None:
+    def __init__(
+        self, config: RunnerConfig, num_blocks: int, windows: Sequence[int | None] = (None,), counters: Counters | None = None
+    ) -> None:
         self.config = config
-        self.pool = BlockPool(num_blocks)
+        self.blocks = KVBlocks(config, num_blocks, windows)
+        self.counters = Counters() if counters is None else counters
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -74,19 +79,20 @@ class Scheduler:
         if not draft.preempted:
             self._schedule_waiting(draft)
         num_steps = self._more_steps(draft)
-        computed = {request_id: self.requests[request_id].num_computed_tokens for request_id in draft.grown}
+        changes = tuple(
+            CachedRequest(
+                request_id=request_id,
+                num_computed_tokens=self.requests[request_id].num_computed_tokens,
+                new_block_ids=block_ids,
+                num_null_blocks=nulls,
+            )
+            for request_id, block_ids, nulls in self.blocks.take_changes()
+        )
         step = self._advance(draft.scheduled, num_steps)
         finished, self._left = frozenset(self._left), set()
         plan = StepPlan(
             new_requests=tuple(draft.new),
-            cached_requests=tuple(
-                CachedRequest(
-                    request_id=request_id,
-                    num_computed_tokens=computed[request_id],
-                    new_block_ids=(tuple(blocks),),
-                )
-                for request_id, blocks in draft.grown.items()
-            ),
+            cached_requests=changes,
             num_scheduled_tokens=draft.scheduled,
             finished_request_ids=finished,
             preempted_request_ids=frozenset(draft.preempted),
@@ -105,7 +111,8 @@ class Scheduler:
     def update(self, output: ModelRunnerOutput) -> list[tuple[Request, list[int]]]:
         """Take the tokens of the oldest step in flight; returns each request that got some, with them. Requests that end are freed."""
         updates = []
-        sampling = {request.request_id: request for request in self._in_flight.popleft().sampling}
+        step = self._in_flight.popleft()
+        sampling = {request.request_id: request for request in step.sampling}
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
             request = sampling.get(request_id)
             if request is None or request.is_finished or not (tokens or request_id in output.errors):
@@ -118,9 +125,11 @@ class Scheduler:
                     break  # later steps of the same replay ran past the end
             if request.finish_reason is None and request_id in output.errors:
                 request.finish_reason = FinishReason.ERROR
+            updates.append((request, taken))
+        self._keep_blocks(step)
+        for request, _ in updates:
             if request.finish_reason is not None:
                 self._release(request)
-            updates.append((request, taken))
         return updates
 
     def fail(self, *, newest: bool) -> list[Request]:
@@ -138,18 +147,19 @@ class Scheduler:
             request.finish_reason = reason
             self._release(request)
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, after weights were replaced. Requests that run go on with the keys and values they have."""
+        self.blocks.forget_prefixes()
+
     def _schedule_running(self, draft: _Draft) -> None:
-        chunk, size, index = self.config.prefill_chunk, self.config.block_size, 0
+        chunk, index = self.config.prefill_chunk, 0
         while index < len(self.running) and draft.budget > 0:
             request = self.running[index]
             count = min(request.num_uncomputed_tokens, chunk, draft.budget)
             if count > 0:
-                if request.num_computed_tokens + count > len(request.block_ids) * size:
-                    blocks = self._blocks_for(request, count)
-                    if blocks is None:
-                        self._preempt(self.running.pop(), draft)
-                        continue  # tries the same request again, unless it was the last itself
-                    draft.grown[request.request_id] = blocks
+                if not self.blocks.grow(request, request.num_computed_tokens + count):
+                    self._preempt(self.running.pop(), draft)
+                    continue  # tries the same request again, unless it was the last itself
                 self._take(request, count, draft)
             index += 1
 
@@ -158,34 +168,30 @@ class Scheduler:
             request = self.waiting[0]
             if request.num_in_flight:
                 return  # preempted while a token was on its way; that token belongs to its prefill
-            count = min(request.num_uncomputed_tokens, self.config.prefill_chunk, draft.budget)
-            blocks = self._blocks_for(request, count)
-            if blocks is None:
+            prefix = self.blocks.find_prefix(request)
+            count = min(request.num_uncomputed_tokens - prefix, self.config.prefill_chunk, draft.budget)
+            block_ids = self.blocks.start(request, prefix, prefix + count)
+            if block_ids is None:
                 return
             self.waiting.popleft()
             self.running.append(request)
+            request.num_computed_tokens = prefix
+            if self.config.prefix_cache:
+                self.counters.add(Count.PREFIX_TOKENS, request.num_tokens)
+                self.counters.add(Count.PREFIX_HIT_TOKENS, prefix)
             request.status = RequestStatus.RUNNING
             draft.new.append(
                 NewRequest(
                     request_id=request.request_id,
                     token_ids=(*request.prompt_token_ids, *request.output_token_ids),
                     prompt_len=len(request.prompt_token_ids),
-                    block_ids=(tuple(blocks),),
+                    block_ids=block_ids,
                     sampling=request.sampling,
+                    num_computed_tokens=prefix,
                     stop_token_ids=request.stop_token_ids,
                 )
             )
             self._take(request, count, draft)
-
-    def _blocks_for(self, request: Request, count: int) -> list[int] | None:
-        """The blocks that `count` more tokens need, or None when there are too few."""
-        needed = -(-(request.num_computed_tokens + count) // self.config.block_size) - len(request.block_ids)
-        if needed <= 0:
-            return []
-        blocks = self.pool.allocate(needed)
-        if blocks is not None:
-            request.block_ids.extend(blocks)
-        return blocks
 
     def _take(self, request: Request, count: int, draft: _Draft) -> None:
         draft.scheduled[request.request_id] = count
@@ -200,37 +206,44 @@ class Scheduler:
         if any(request.num_computed_tokens + 1 != request.num_tokens for request in requests):
             return 1
         num_steps = min(limit, *(request.max_total_tokens - request.num_tokens for request in requests))
-        size = self.config.block_size
         while num_steps > 1:
-            needed = [max(0, -(-(r.num_computed_tokens + num_steps) // size) - len(r.block_ids)) for r in requests]
-            if sum(needed) <= self.pool.num_free:
+            if sum(self.blocks.num_missing(r, r.num_computed_tokens + num_steps) for r in requests) <= self.blocks.num_free:
                 break
             num_steps //= 2
         else:
             return 1
-        for request, count in zip(requests, needed, strict=True):
-            if count:
-                blocks = self.pool.allocate(count)
-                assert blocks is not None
-                request.block_ids.extend(blocks)
-                draft.grown.setdefault(request.request_id, []).extend(blocks)
+        for request in requests:
+            self.blocks.grow(request, request.num_computed_tokens + num_steps)
         return num_steps
 
     def _advance(self, scheduled: dict[str, int], num_steps: int) -> _StepInFlight:
         """Count the plan's tokens as computed."""
         requests = [self.requests[request_id] for request_id in scheduled]
-        sampling = []
+        sampling, filled, size = [], [], self.config.block_size
         for request, count in zip(requests, scheduled.values(), strict=True):
+            before = request.num_computed_tokens // size
             request.num_computed_tokens += count
             if request.num_computed_tokens == request.num_tokens:
                 request.num_computed_tokens += num_steps - 1
                 request.sampling_ahead(num_steps)
                 sampling.append(request)
-        return _StepInFlight(requests, sampling)
+            if request.num_computed_tokens // size > before:
+                filled.append((request, request.num_computed_tokens, request.num_preemptions))
+        return _StepInFlight(requests, sampling, filled)
+
+    def _keep_blocks(self, step: _StepInFlight) -> None:
+        """The step has succeeded: requests may start behind what it computed. Its requests may have ended, or lost their blocks, since."""
+        for request, end, preemptions in step.filled:
+            failed = request.finish_reason is FinishReason.ERROR
+            if not (request.is_finished or failed) and request.num_preemptions == preemptions:
+                # The last known token was sampled, and is not computed by this step: a replay may have run past the end.
+                known = len(request.prompt_token_ids) + len(request.output_token_ids)
+                self.blocks.computed(request, min(end, known - 1))
 
     def _preempt(self, request: Request, draft: _Draft) -> None:
         draft.preempted.add(request.request_id)
-        self._free_blocks(request)
+        self.blocks.free(request)
+        request.num_preemptions += 1
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
         self.waiting.appendleft(request)
@@ -241,12 +254,7 @@ class Scheduler:
             self._left.add(request.request_id)
         else:
             self.waiting.remove(request)
-        self._free_blocks(request)
+        self.blocks.free(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         self._num_grammars -= request.matcher is not None
-
-    def _free_blocks(self, request: Request) -> None:
-        # Steps in flight may still write to these blocks; whoever gets them next is enqueued behind those steps.
-        self.pool.free(request.block_ids)
-        request.block_ids.clear()

@@ -56,7 +56,7 @@ def count_preemptions(engine: object) -> dict[str, int]:
 
 def assert_nothing_left(engine: object, runner: object) -> None:
     assert sorted(runner.slots.free_slots) == list(range(runner.config.max_num_requests))  # type: ignore[attr-defined]
-    assert engine.scheduler.pool.num_free == runner.num_blocks - 1  # type: ignore[attr-defined]
+    assert engine.scheduler.blocks.num_free == runner.num_blocks - 1  # type: ignore[attr-defined]
 
 
 def test_a_context_that_is_full_ends_the_request() -> None:

@@ -109,9 +109,10 @@ def make(
     backend: type[AttentionBackend] = DeviceAttention,
     query_lens: tuple[int, ...] = (1,),
     policy: AddressPolicy = "raise",
+    windows: tuple[int | None, ...] = (None, None),
     **sizes: Any,
 ) -> tuple[Engine, ModelRunner, GraphForward]:
-    model = TinyModel()
+    model = TinyModel(windows=windows)
     values = {"max_num_requests": 6, "max_num_tokens": 16, "max_model_len": 64, "num_blocks": 40, "block_size": 4, **sizes}
     config = RunnerConfig(**values)
     limits = {"max_num_requests": config.max_num_requests, "uniform_query_lens": query_lens, "capture_support": backend.capture_support}
@@ -122,7 +123,7 @@ def make(
     )
     runner = ModelRunner(model, config, backend=backend, forward=forward)
     forward.capture(runner.dummy_context, lazy=lazy)
-    return Engine(InProcessExecutor(runner), Scheduler(config, runner.num_blocks), vocab_size=VOCAB), runner, forward
+    return Engine(InProcessExecutor(runner), Scheduler(config, runner.num_blocks, runner.windows), vocab_size=VOCAB), runner, forward
 
 
 def prompts_of(seed: int) -> list[list[int]]:

@@ -17,7 +17,8 @@ from rung.graphs.trace import StepTrace
 from rung.runner import Engine, InProcessExecutor, ModelRunner, RunnerConfig, SamplingParams, Scheduler, build, build_runner, profile
 from rung.runner.config import Mode
 from rung.runner.graph_forward import GraphForward
-from rung.runner.kv_cache import block_bytes, most_kv_blocks, num_kv_blocks
+from rung.runner.kv_cache import num_kv_blocks
+from rung.runner.kv_groups import KVGroup, kv_groups, most_kv_blocks
 from rung.runner.memory_plan import MemoryPlan
 from rung.runner.profile import PROFILE_BLOCKS, needs_profile, profile_memory
 from rung.runner.step_trace import open_step_trace, recorded_steps, trace_header
@@ -25,6 +26,7 @@ from tests.runner.test_graph_forward import DeviceAttention, HandPlan, prompts_o
 from tests.runner.tiny import VOCAB, TinyModel
 
 CPU = torch.device("cpu")
+ONE_GROUP = (KVGroup(("layer",), None, 100),)
 
 
 def config_of(**values: Any) -> RunnerConfig:
@@ -55,13 +57,13 @@ def test_every_term_is_taken_from_the_fraction_of_the_total() -> None:
 
 def test_blocks_are_what_the_plan_leaves() -> None:
     plan = MemoryPlan(total_bytes=10_000, fraction=0.5, weights_bytes=1000, buffers_bytes=0, graphs_bytes=500)
-    assert num_kv_blocks(config_of(), 100, CPU, plan) == (5000 - 1000 - 500) // 100
+    assert num_kv_blocks(config_of(), ONE_GROUP, CPU, plan) == (5000 - 1000 - 500) // 100
 
 
 def test_a_plan_that_leaves_too_little_is_refused_with_its_terms() -> None:
     plan = MemoryPlan(total_bytes=10 << 20, fraction=0.5, weights_bytes=6 << 20, buffers_bytes=0, graphs_bytes=1 << 20)
     with pytest.raises(KVCacheTooSmallError, match=r"10\.0 MiB - 6\.0 weights - 0\.0 buffers - 0\.0 other - 1\.0 graphs = -2\.0 MiB"):
-        num_kv_blocks(config_of(), 100, CPU, plan)
+        num_kv_blocks(config_of(), ONE_GROUP, CPU, plan)
 
 
 def test_a_profile_predicts_the_graphs_and_leaves_nothing() -> None:
@@ -98,7 +100,7 @@ def test_the_model_of_the_profile_serves_the_capture() -> None:
 )
 def test_a_profile_is_run_when_memory_decides(values: dict[str, int], free: int, needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "free_bytes", lambda device: free)
-    assert needs_profile(config_of(**values), 100, CPU) is needed
+    assert needs_profile(config_of(**values), ONE_GROUP, CPU) is needed
 
 
 def test_another_cache_takes_the_place_of_the_first() -> None:
@@ -118,14 +120,15 @@ def test_a_built_runner_reports_the_terms(monkeypatch: pytest.MonkeyPatch) -> No
     module.config = SimpleNamespace(vocab_size=VOCAB)
     config = config_of(max_num_tokens=64, max_model_len=256, graphs="piecewise", capture_sizes=(1, 2, 4), memory_fraction=0.5)
     weights = sum(parameter.nbytes for parameter in module.parameters())
-    per_block = block_bytes(attention_layers(module).values(), config.block_size, torch.float32)
+    groups = kv_groups(attention_layers(module), config, torch.float32)
+    per_block = groups[0].block_bytes
     monkeypatch.setattr(build, "compile_model", lambda *_: (HandPlan(module), None))
     monkeypatch.setattr(profile, "free_bytes", lambda device: weights + 200 * per_block)
     runner, start = build_runner(module, config)
     assert start.memory is not None
     assert start.memory.weights_bytes == weights
     assert start.memory.graphs_bytes
-    assert runner.num_blocks == start.memory.kv_budget_bytes // per_block < most_kv_blocks(config)
+    assert runner.num_blocks == start.memory.kv_budget_bytes // per_block < most_kv_blocks(config, groups)
     assert start.capture is not None
     assert start.capture.memory is not None
     assert start.capture.memory.total_bytes == pytest.approx(start.memory.graphs_bytes, rel=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -48,10 +49,12 @@ class PlainAttention(AttentionBackend):
             out[rows] = dense_attention(query[rows], cache.key.flatten(0, 1)[slots], cache.value.flatten(0, 1)[slots])
 
 
-def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None = None) -> torch.Tensor:
     """query [rows, heads, size] are the last rows of key and value [length, kv_heads, size]."""
     length, rows = key.shape[0], query.shape[0]
     mask = torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(length - rows)
+    if window is not None:
+        mask = mask.triu(length - rows - window + 1)
     result = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], attn_mask=mask, enable_gqa=True
     )
@@ -59,12 +62,12 @@ def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 
 class TinyLayer(nn.Module):
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, window: int | None = None) -> None:
         super().__init__()
         self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_SIZE)
         self.out = nn.Linear(HIDDEN, HIDDEN)
         self.mlp = nn.Sequential(nn.Linear(HIDDEN, 64), nn.SiLU(), nn.Linear(64, HIDDEN))
-        spec = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5)
+        spec = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5, sliding_window=window)
         self.attention = Attention(f"layers.{index}.attention", spec)
 
     def forward(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
@@ -75,12 +78,12 @@ class TinyLayer(nn.Module):
 
 
 class TinyModel(nn.Module):
-    def __init__(self, seed: int = 0, max_len: int = 256) -> None:
+    def __init__(self, seed: int = 0, max_len: int = 256, windows: Sequence[int | None] = (None, None)) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.tokens = nn.Embedding(VOCAB, HIDDEN)
         self.places = nn.Embedding(max_len, HIDDEN)
-        self.layers = nn.ModuleList(TinyLayer(i) for i in range(2))
+        self.layers = nn.ModuleList(TinyLayer(i, window) for i, window in enumerate(windows))
         self.head = nn.Linear(HIDDEN, VOCAB)
         self.calls: list[int] = []  # rows of each forward
         self.projected: list[int] = []  # rows of each head projection
@@ -103,7 +106,7 @@ class TinyModel(nn.Module):
         tokens = torch.tensor(ids)
         x = self.tokens(tokens) + self.places(torch.arange(len(ids)))
         for layer in self.layers:
-            x = layer(x, dense_attention)
+            x = layer(x, partial(dense_attention, window=layer.attention.spec.sliding_window))
         logits: torch.Tensor = self.head(x[-1])
         return logits
 
@@ -114,14 +117,14 @@ class TinyModel(nn.Module):
         return ids[len(prompt) :]
 
 
-def make_runner(model: TinyModel | None = None, **config: Any) -> ModelRunner:
+def make_runner(model: TinyModel | None = None, *, backend: type[AttentionBackend] = PlainAttention, **config: Any) -> ModelRunner:
     values: dict[str, Any] = {"max_num_requests": 8, "max_num_tokens": 64, "max_model_len": 128, "num_blocks": 65, "block_size": 16}
-    return ModelRunner(model or TinyModel(), RunnerConfig(**{**values, **config}), backend=PlainAttention)
+    return ModelRunner(model or TinyModel(), RunnerConfig(**{**values, **config}), backend=backend)
 
 
 def make_engine(model: TinyModel | None = None, tokenizer: Any = None, **config: Any) -> tuple[Engine, ModelRunner]:
     runner = make_runner(model, **config)
-    scheduler = Scheduler(runner.config, runner.num_blocks)
+    scheduler = Scheduler(runner.config, runner.num_blocks, runner.windows)
     return Engine(InProcessExecutor(runner), scheduler, vocab_size=VOCAB, tokenizer=tokenizer), runner
 
 

@@ -8,6 +8,7 @@ import torch
 
 from rung.errors import MissingWeightError, UnexpectedWeightError
 from rung.models.config import LlamaConfig
+from rung.models.gemma3 import Gemma3Config
 from rung.models.llama import LlamaForCausalLM
 from rung.models.weights.base import WeightSource
 
@@ -72,6 +73,8 @@ def _layer_targets(config: LlamaConfig, theirs: str, ours: str) -> dict[str, Tar
         if kind == "weight" or config.mlp_bias:
             targets |= {f"{theirs}.mlp.{n}_proj.{kind}": Target(f"{ours}.mlp.gate_up_proj.{kind}", rows) for n, rows in gate_up.items()}
             targets[f"{theirs}.mlp.down_proj.{kind}"] = Target(f"{ours}.mlp.down_proj.{kind}")
+    if isinstance(config, Gemma3Config):
+        targets |= {f"{theirs}.{when}_feedforward_layernorm.weight": Target(f"{ours}.{when}_mlp_norm.weight") for when in ("pre", "post")}
     if config.qk_norm:
         targets |= {f"{theirs}.self_attn.{n}_norm.weight": Target(f"{ours}.attention.{n}_norm.weight") for n in ("q", "k")}
     return targets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,19 @@ import numpy as np
 import torch
 
 from rung.errors import ConfigError, UnknownModelError
+from rung.models.build import config_from_transformers
 from rung.models.config import LlamaConfig
+from rung.models.gemma3 import Gemma3Config
 from rung.models.rope import FactorScaling
 from rung.models.weights.base import WeightSource
 from rung.models.weights.gguf_file import GGUFFile
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -31,6 +38,12 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_IN_GEMMA3_LAYER = {
+    **_IN_LAYER,
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -41,7 +54,8 @@ class GGUFSource(WeightSource):
         self._file = GGUFFile(path)
         self.metadata: dict[str, Any] = self._file.metadata
         self.config = _config(self._file)
-        self._stored = {_transformers_name(name): name for name in self._file.tensors if name != _ROPE_FACTORS}
+        in_layer = _IN_GEMMA3_LAYER if isinstance(self.config, Gemma3Config) else _IN_LAYER
+        self._stored = {_transformers_name(name, in_layer): name for name in self._file.tensors if name != _ROPE_FACTORS}
 
     def names(self) -> Iterator[str]:
         yield from sorted(self._stored, key=lambda name: self._file.tensors[self._stored[name]].offset)
@@ -53,6 +67,8 @@ class GGUFSource(WeightSource):
                 return unpermute(values, self.config.num_heads)
             if ".self_attn.k_proj." in name:
                 return unpermute(values, self.config.num_kv_heads)
+        if isinstance(self.config, Gemma3Config) and name.endswith("norm.weight"):
+            return values - 1.0  # the file holds the whole factor, a checkpoint what is added to 1
         return values
 
     def place(self, name: str | None = None) -> str:
@@ -66,14 +82,14 @@ def unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return paired.transpose(1, 2).reshape(rows.shape)
 
 
-def _transformers_name(name: str) -> str:
+def _transformers_name(name: str, in_layer: Mapping[str, str]) -> str:
     """Our source's name of a stored tensor; a name that is not known stays, so that the loader reports it."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     parts = stem.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _IN_LAYER:
-        return f"model.layers.{parts[1]}.{_IN_LAYER[parts[2]]}.{kind}"
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in in_layer:
+        return f"model.layers.{parts[1]}.{in_layer[parts[2]]}.{kind}"
     return name
 
 
@@ -91,7 +107,7 @@ def _config(file: GGUFFile) -> LlamaConfig:
     if rotated and head_size != rotated:
         raise ConfigError(f"a rotary embedding of {rotated} of {head_size} elements is not supported", hint="use another model")
     embedding = file.tensors.get("token_embd.weight")
-    config = LlamaConfig.from_transformers(
+    config = config_from_transformers(
         {
             "architectures": [_ARCHITECTURES[architecture]],
             "vocab_size": embedding.shape[0] if embedding else metadata.get(f"{architecture}.vocab_size"),
@@ -103,7 +119,8 @@ def _config(file: GGUFFile) -> LlamaConfig:
             "head_dim": head_size,
             "max_position_embeddings": metadata.get(f"{architecture}.context_length"),
             "rms_norm_eps": metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6),
-            "rope_parameters": {"rope_theta": metadata.get(f"{architecture}.rope.freq_base", 10000.0), **_scaling(metadata, architecture)},
+            **_rope(metadata, architecture),
+            "sliding_window": metadata.get(f"{architecture}.attention.sliding_window") if architecture == "gemma3" else None,
             "tie_word_embeddings": "output.weight" not in file.tensors,
             "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         }
@@ -112,6 +129,19 @@ def _config(file: GGUFFile) -> LlamaConfig:
         factors = file.blocks(file.tensors[_ROPE_FACTORS])
         config = replace(config, rope_scaling=FactorScaling(factors=tuple(factors.tolist())))
     return config
+
+
+def _rope(metadata: dict[str, Any], architecture: str) -> dict[str, Any]:
+    scaling = _scaling(metadata, architecture)
+    if architecture != "gemma3":
+        return {"rope_parameters": {"rope_theta": metadata.get(f"{architecture}.rope.freq_base", 10000.0), **scaling}}
+    local = {"rope_theta": metadata.get(f"{architecture}.rope.freq_base_swa", 10000.0)}
+    return {
+        "rope_parameters": {
+            "full_attention": {"rope_theta": metadata.get(f"{architecture}.rope.freq_base", 1e6), **scaling},
+            "sliding_attention": local,
+        }
+    }
 
 
 def _scaling(metadata: dict[str, Any], architecture: str) -> dict[str, Any]:

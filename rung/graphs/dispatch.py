@@ -62,9 +62,8 @@ class Dispatcher:
     """Chooses among captured descriptors, of any number of dimensions: the one with the least padding that fits.
 
     `failed` is read at each call, so a capture that fails later is respected; those that stand in `trimmed` too have no graph because of
-    the memory budget. A dimension is not padded to more than `max_waste` times its
-    size, except to 8 or fewer; None: as far as the next size lies. Decisions are remembered, a step like an earlier one costs a look-up.
-    Raises `LadderError` for a `max_waste` below 1."""
+    the memory budget. A dimension is not padded to more than `max_waste` times its size, except to 8 or fewer; None: as far as the next
+    size lies. Decisions are remembered, a step like an earlier one costs a look-up. Raises `LadderError` for a `max_waste` below 1."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class KVBlocks:
         return max(0, -(-num_tokens // self._size) - request.num_blocks)
 
     def find_prefix(self, request: Request) -> int:
-        """Tokens at the front of a waiting request whose blocks are in the cache; at least one token is left to compute. None when its
+        """Tokens at the front of a waiting request whose blocks are in the cache; at least one token is left to compute. 0 when its
         prompt's log-probabilities are wanted, which need every row."""
         if not self._cached or request.sampling.prompt_logprobs is not None:
             return 0

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from rung.compile.bound import BoundPlan, BoundStep
+from rung.compile.bound import BoundPlan, call_step
 from rung.counters import Count, Counters
 from rung.errors import CaptureError, StateError
 from rung.graphs.backends.base import GraphBackend
@@ -159,7 +159,7 @@ class GraphManager:
         if dispatch.descriptor.mode is GraphMode.NONE:
             self._know_addresses()
             self.count_step(dispatch)
-            runner = _eager if self._ranges is None else self._ranges.step
+            runner = call_step if self._ranges is None else self._ranges.step
             return Outputs(self.plan.run_steps(self.views(descriptor), runner), self.generation, None)
         program = self._programs.get(descriptor) or self._capture_now(descriptor)
         self.generation += 1
@@ -345,7 +345,3 @@ class GraphManager:
 
     def _current_generation(self) -> int:
         return self.generation
-
-
-def _eager(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
-    return step.call(arguments)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rung.compile.bound import call_step
 from rung.compile.compiled import CompiledFunction
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
@@ -27,8 +28,7 @@ from rung.graphs.manager import GraphManager
 from rung.graphs.memory import MemoryReport
 from rung.graphs.memory_budget import MemoryBudget
 from rung.graphs.module_io import (
-    buffer_spec,
-    call_step,
+    buffer_specs,
     dimensions,
     fill,
     kept_state,
@@ -71,10 +71,7 @@ class WrappedGraphs:
         self._ranges = nvtx_ranges(config.nvtx)
         self._traffic = Traffic(config.capture_after)
         self._suspended = False
-        specs = dict(compiled.plan.tensors)
-        self._specs = [
-            buffer_spec(name, specs[compiled.plan.inputs[n]]) for name, n in zip(compiled.input_names, compiled.arguments, strict=True)
-        ]
+        self._specs = buffer_specs(compiled)
         self.dims = dimensions(self._specs)  # the first is counted by `Descriptor.num_tokens`
         self.padded = frozenset(compiled.plan.rows) & set(self.dims)
         mode = self._resolve_mode()

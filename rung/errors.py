@@ -196,6 +196,10 @@ class SamplingParamsError(RequestError):
     """A sampling parameter is out of its range."""
 
 
+class GrammarError(UserError, ValueError):
+    """A grammar cannot be compiled."""
+
+
 class KVCacheTooSmallError(UserError):
     """The KV cache cannot hold one request of the maximum length."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
 
 import torch
 
 from rung.cli.phases import Phases
+from rung.errors import TokenizerError
 from rung.graphs import MemoryReport
 from rung.models import SHAPES, LlamaConfig, LlamaForCausalLM, Tokenizer, load_model, random_model
-from rung.runner import ModelRunner, StartUp
+from rung.runner import GrammarCompiler, ModelRunner, StartUp, sampling_defaults
 from rung.runner.graph_forward import GraphForward
 
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -31,6 +33,7 @@ class Decoder:
     module: LlamaForCausalLM
     config: LlamaConfig
     tokenizer: Tokenizer | None = None
+    generation: dict[str, Any] = field(default_factory=dict)  # how the model wants to be sampled, as in generation_config.json
 
 
 def open_decoder(name: str, dtype: torch.dtype, device: torch.device, *, shapes: bool = False) -> Decoder:
@@ -38,7 +41,21 @@ def open_decoder(name: str, dtype: torch.dtype, device: torch.device, *, shapes:
     if shapes and name in SHAPES:
         return Decoder(name=name, module=random_model(name, dtype=dtype, device=device), config=SHAPES[name])
     loaded = load_model(name, dtype=dtype, device=device)
-    return Decoder(name=name, module=loaded.module, config=loaded.config, tokenizer=loaded.optional_tokenizer)
+    return Decoder(name=name, module=loaded.module, config=loaded.config, tokenizer=loaded.optional_tokenizer, generation=loaded.generation)
+
+
+def sampling(decoder: Decoder, asked: Mapping[str, Any], json_schema: IO[str] | None) -> dict[str, Any]:
+    """Arguments of `SamplingParams`: the model's own, and over them what was asked for."""
+    found = {**sampling_defaults(decoder.generation), **asked}
+    if json_schema is not None:
+        tokenizer = decoder.tokenizer
+        if tokenizer is None:
+            raise TokenizerError(
+                f"{decoder.name} has no tokenizer, so its tokens have no text that a schema could hold", hint="leave out --json-schema"
+            )
+        compiler = GrammarCompiler(tokenizer.backend, vocab_size=decoder.config.vocab_size, stop_ids=tokenizer.stop_ids)
+        found["grammar"] = compiler.json_schema(json_schema.read())
+    return found
 
 
 def runner_settings(mode: str, device: torch.device) -> dict[str, Any]:

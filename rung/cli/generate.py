@@ -6,12 +6,12 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
 from rung.cli.command import Command
-from rung.cli.options import device_options, integers, resolve_device, resolve_dtype
+from rung.cli.options import device_options, integers, resolve_device, resolve_dtype, sampling_options
 from rung.cli.phases import Phases
 
 
@@ -27,10 +27,7 @@ from rung.cli.phases import Phases
 )
 @click.option("--chat/--no-chat", default=None, help="Put the prompt into the model's chat template; default: if it has one.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="At most so many tokens a prompt.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
-@click.option("--top-k", type=int, default=0, help="Sample from the k most likely tokens; 0: all.")
-@click.option("--top-p", type=float, default=1.0, help="Sample from the most likely tokens that together have this probability.")
-@click.option("--seed", type=int, help="Makes sampling repeatable.")
+@sampling_options
 @click.option(
     "--mode",
     type=click.Choice(("auto", "eager", "compiled", "piecewise", "full")),
@@ -54,10 +51,7 @@ def generate(
     files: tuple[Any, ...],
     chat: bool | None,
     max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int | None,
+    json_schema: IO[str] | None,
     mode: str,
     max_model_len: int | None,
     prefill_chunk: int | None,
@@ -70,6 +64,7 @@ def generate(
     dtype: str,
     device: str,
     as_json: bool,
+    **sampling: Any,
 ) -> None:
     """Answer PROMPTS with MODEL (a GGUF file, a transformers folder, or smollm2).
 
@@ -86,10 +81,12 @@ def generate(
         from rung.cli.summary import Summary, print_summary
         from rung.runner import RunnerConfig, SamplingParams, build_engine
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    asked = {name: value for name, value in sampling.items() if value is not None}
+    SamplingParams(max_tokens=max_tokens, **asked)  # refused before weights are loaded
     place = resolve_device(device)
     with phases("load weights"):
         decoder = assembly.open_decoder(model, resolve_dtype(dtype, place), place)
+    params = SamplingParams(max_tokens=max_tokens, **assembly.sampling(decoder, asked, json_schema))
     ids = [_encode(decoder, prompt, chat) for prompt in prompts]
     settings = assembly.runner_settings(mode, place) | _sizes(decoder, ids, max_tokens, max_model_len, place.type == "cuda")
     if capture_sizes is not None and settings["graphs"] != "none":
@@ -130,6 +127,9 @@ def generate(
         click.echo(json.dumps({**summary.as_json(), "completions": completions}))
     else:
         print_summary(summary)
+        for index, completion in sorted(stream.completions.items()):
+            if completion.error is not None:
+                click.echo(f"prompt {index + 1} ended with an error: {completion.error}", err=True)
 
 
 def _encode(decoder: Any, prompt: str, chat: bool | None) -> list[int]:

@@ -28,6 +28,26 @@ def integers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     return tuple(dict.fromkeys(numbers))
 
 
+def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `SamplingParams` takes; an option that is not given is None, and the model's own setting holds."""
+    options = (
+        click.option("--temperature", type=float, help="0: always the most likely token. Default of all of these: the model's, else none."),
+        click.option("--top-k", type=int, help="Sample from the k most likely tokens; 0: all."),
+        click.option("--top-p", type=float, help="Sample from the most likely tokens that together have this probability."),
+        click.option("--min-p", type=float, help="Sample from tokens with at least this part of the best one's probability."),
+        click.option("--presence-penalty", type=float, help="Against tokens that the answer has already."),
+        click.option("--frequency-penalty", type=float, help="The same, times how often it has them."),
+        click.option("--repetition-penalty", type=float, help="Above 1: against tokens that prompt or answer have already."),
+        click.option("--min-tokens", type=int, help="At least so many tokens before the answer may end."),
+        click.option("--seed", type=int, help="Makes sampling repeatable."),
+        click.option("--logprobs", type=int, help="With --json: log-probabilities of each token and of the N most likely ones."),
+        click.option("--json-schema", type=click.File(), help="Answers are JSON that this schema accepts; needs xgrammar."),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
 def device_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """`--device` and `--dtype`."""
     dtype = click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto: bfloat16 on a GPU, else float32.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -29,6 +30,10 @@ class Stream(ABC):
     def describe(self, index: int, prompt: str) -> dict[str, Any]:
         """A finished prompt for JSON."""
         completion = self.completions[index]
+        found = {
+            **({"error": completion.error} if completion.error is not None else {}),
+            **({"logprobs": [asdict(one) for one in completion.logprobs]} if completion.logprobs is not None else {}),
+        }
         return {
             "prompt": prompt,
             "text": completion.text,
@@ -36,6 +41,7 @@ class Stream(ABC):
             "prompt_tokens": len(completion.prompt_token_ids),
             "finish_reason": str(completion.finish_reason),
             "seed": completion.seed,
+            **found,
         }
 
 

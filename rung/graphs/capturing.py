@@ -48,7 +48,7 @@ class Capturing:
     ) -> None:
         self.programs: dict[Descriptor, ReplayProgram] = {}
         self.failed: set[Descriptor] = set()  # those that will have no graph: failed or trimmed
-        self.account = MemoryAccount(budget)
+        self.account = MemoryAccount(budget, backend.executable_cost)
         self.wanted = Wanted()
         self.pool: GraphPool | None = None
         self.generators = tuple(generators)

@@ -162,10 +162,9 @@ class GraphManager:
             runner = _eager if self._ranges is None else self._ranges.step
             return Outputs(self.plan.run_steps(self.views(descriptor), runner), self.generation, None)
         program = self._programs.get(descriptor) or self._capture_now(descriptor)
-        self.count_step(dispatch)
         self.generation += 1
-        with torch.no_grad():
-            program.replay()
+        program.replay()  # the launch comes first, what is counted comes behind it
+        self.count_step(dispatch)
         self.counters.add(Count.REPLAYS)
         return Outputs(program.outputs, self.generation, self._current_generation)
 

@@ -13,6 +13,7 @@ from rung.errors import ConfigError
 from rung.graphs.capture_report import CaptureEntry
 from rung.graphs.descriptor import Descriptor, GraphMode
 
+_TELLING_BYTES = 64 * 2**20  # readings of a driver that hands out 2 MiB at a time, some from a reserve, are good from here on
 _FORMAT, _VERSION = "rung.graph_memory", 1
 
 
@@ -80,14 +81,15 @@ class MemoryModel:
     shared_pool: bool
 
     @classmethod
-    def fit(cls, entries: Sequence[CaptureEntry], *, shared_pool: bool) -> MemoryModel:
-        """`entries` in capture order, the largest of each kind first."""
+    def fit(cls, entries: Sequence[CaptureEntry], *, shared_pool: bool, executable_cost: tuple[float, float] | None = None) -> MemoryModel:
+        """`entries` in capture order, the largest of each kind first. `executable_cost`: bytes a graph and a node that are believed until
+        the entries took enough memory to tell better."""
         samples: dict[Kind, list[Sample]] = {}
         for entry in entries:
             sample = Sample(rows_of(entry.descriptor), entry.pool_bytes, entry.launches, entry.num_nodes or 0, entry.executable_bytes)
             samples.setdefault(Kind.of(entry.descriptor), []).append(sample)
         ordered = {kind: tuple(sorted(found, key=lambda one: -one.rows)) for kind, found in samples.items()}
-        per_graph, per_node = _fit_executables([_sum(found) for found in ordered.values()])
+        per_graph, per_node = _fit_executables([_sum(found) for found in ordered.values()], executable_cost)
         return cls(samples=ordered, bytes_per_graph=per_graph, bytes_per_node=per_node, shared_pool=shared_pool)
 
     def predict(self, descriptors: Iterable[Descriptor]) -> Prediction:
@@ -230,10 +232,12 @@ def _sum(samples: Sequence[Sample]) -> tuple[int, int, int]:
     return sum(one.graphs for one in samples), sum(one.nodes for one in samples), sum(one.executable_bytes for one in samples)
 
 
-def _fit_executables(sums: Sequence[tuple[int, int, int]]) -> tuple[float, float]:
+def _fit_executables(sums: Sequence[tuple[int, int, int]], believed: tuple[float, float] | None) -> tuple[float, float]:
     """(bytes a graph, bytes a node), neither below 0. `sums` are graphs, nodes and bytes of each kind: sums, because single readings are
     coarse. Kinds that are alike cannot tell the two apart; then all goes to the nodes."""
     graphs, nodes, taken = (float(sum(one[index] for one in sums)) for index in range(3))
+    if believed is not None and taken < _TELLING_BYTES:
+        return believed
     if len(sums) > 1 and nodes:
         matrix = np.array([one[:2] for one in sums], np.float64)
         solution, _, rank, _ = np.linalg.lstsq(

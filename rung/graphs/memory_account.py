@@ -19,8 +19,9 @@ class MemoryAccount:
     """Orders captures, fits the model once the probes are captured, and trims. Captures nothing itself: the manager asks for `next`,
     reports with `add` or `drop`, and releases when `withdrawn` says so. Not thread-safe: the manager's lock covers it."""
 
-    def __init__(self, budget: MemoryBudget | None) -> None:
+    def __init__(self, budget: MemoryBudget | None, executable_cost: tuple[float, float] | None = None) -> None:
         self.budget = budget
+        self._executable_cost = executable_cost
         self.model: MemoryModel | None = None
         self.entries: dict[Descriptor, CaptureEntry] = {}  # of captured descriptors, in capture order
         self.trimmed: set[Descriptor] = set()
@@ -114,7 +115,7 @@ class MemoryAccount:
         self._probes.discard(descriptor)
         if self._fit_due and not self._probes and self.entries:
             self._fit_due = False
-            self.model = MemoryModel.fit(list(self.entries.values()), shared_pool=self._shared_pool)
+            self.model = MemoryModel.fit(list(self.entries.values()), shared_pool=self._shared_pool, executable_cost=self._executable_cost)
             self._trim()
 
     def _admits(self, descriptor: Descriptor) -> bool:

@@ -92,8 +92,12 @@ class ReplayProgram:
         return sum(known, NodeCounts()) if len(known) == len(counts) else None
 
     def replay(self) -> None:
-        for run in self._runs:
-            run()
+        if len(self._runs) == 1:  # one graph: nothing runs on the host
+            self._runs[0]()
+            return
+        with torch.no_grad():
+            for run in self._runs:
+                run()
 
     def wrap(self, change: Callable[[Sequence[Callable[[], None]]], Sequence[Callable[[], None]]]) -> None:
         """Replace what a replay calls, for tools that look on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ from rung.models.tokenizer import Tokenizer
 from rung.models.weights import GGUFSource, SafetensorsSource, load_weights
 
 _NAMES = {"smollm2": find_quickstart}
+_GGUF_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +79,14 @@ def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str) -> Lo
     tokenizer = tokenizer_from_gguf(source.metadata)  # before the weights: it is quick and may refuse
     module = empty_model(source.config, dtype, device)
     load_weights(module, source)
-    generation = {"eos_token_id": stop_ids(source.metadata)}
+    generation = {"eos_token_id": stop_ids(source.metadata), **_sampling_of(source.metadata)}
     return LoadedModel(module=module, config=source.config, generation=generation, path=path, optional_tokenizer=tokenizer)
+
+
+def _sampling_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling settings of a GGUF file, by the names of `generation_config.json`. A temperature above 0 means sampling."""
+    found = {name: metadata[key] for key, name in _GGUF_SAMPLING.items() if key in metadata}
+    return {**found, "do_sample": True} if found.get("temperature") else found
 
 
 def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:

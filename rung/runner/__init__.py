@@ -6,12 +6,13 @@ from rung.runner.config import RunnerConfig
 from rung.runner.engine import Completion, Engine, Update
 from rung.runner.executor import Executor, InProcessExecutor
 from rung.runner.forward import EagerForward, Forward
+from rung.runner.grammar import Grammar, GrammarCompiler, GrammarMask, GrammarMatcher
 from rung.runner.hooks import StepHooks
 from rung.runner.model_runner import ModelRunner
 from rung.runner.output import EMPTY_OUTPUT, AsyncOutput, ModelRunnerOutput
 from rung.runner.plan import CachedRequest, NewRequest, StepPlan
 from rung.runner.request import FinishReason, Request
-from rung.runner.sampler import SamplingParams
+from rung.runner.sampler import SamplingParams, TokenLogprobs, sampling_defaults
 from rung.runner.scheduler import Scheduler
 
 __all__ = [
@@ -25,6 +26,10 @@ __all__ = [
     "Executor",
     "FinishReason",
     "Forward",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarMask",
+    "GrammarMatcher",
     "InProcessExecutor",
     "ModelRunner",
     "ModelRunnerOutput",
@@ -36,7 +41,9 @@ __all__ = [
     "StartUp",
     "StepHooks",
     "StepPlan",
+    "TokenLogprobs",
     "Update",
     "build_engine",
     "build_runner",
+    "sampling_defaults",
 ]

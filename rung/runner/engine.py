@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from rung.errors import InternalError, RequestError, StepFailedError
 from rung.runner.admission import Admission, Prompt
 from rung.runner.executor.base import Executor
+from rung.runner.grammar import GrammarMask
 from rung.runner.output import ModelRunnerOutput
 from rung.runner.request import FinishReason, Request
+from rung.runner.sampler.logprobs import TokenLogprobs
 from rung.runner.sampler.params import SamplingParams
 from rung.runner.scheduler import Scheduler
 from rung.runner.text import Detokenizer, StopText, Tokenizer
@@ -29,6 +31,8 @@ class Completion:
     finish_reason: FinishReason
     seed: int | None
     error: str | None = None  # why, when the finish reason is ERROR
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of `token_ids`, when asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # of `prompt_token_ids`, when asked for; the first one has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,7 @@ class Update:
     token_ids: tuple[int, ...]
     text: str
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of `token_ids`, when asked for
 
 
 @dataclass(slots=True)
@@ -50,6 +55,8 @@ class _Output:
     stop_text: StopText
     parts: list[str] = field(default_factory=list)
     error: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
 
 
 class Engine:
@@ -72,6 +79,7 @@ class Engine:
         self.scheduler = scheduler
         self._tokenizer = tokenizer
         stops = frozenset(stop_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
+        self._vocab_size = vocab_size
         self._admission = Admission(scheduler.config.max_model_len, vocab_size, tokenizer, stops)
         self._outputs: dict[str, _Output] = {}
         self._in_flight: deque[Future[ModelRunnerOutput | None]] = deque()
@@ -180,13 +188,29 @@ class Engine:
         try:
             if self.executor.execute_model(plan).result() is not None:
                 return False  # a plan without tokens was applied
-            tokens = self.executor.sample_tokens()
+            failed, mask = self._mask() if plan.has_bitmask else (None, None)
+            tokens = self.executor.sample_tokens(mask)
             if tokens.done() and (failure := tokens.exception()) is not None:
                 raise failure
         except StepFailedError as error:
             raise self._fail(self.scheduler.fail(newest=True), error.__cause__ or error) from None
         self._in_flight.append(tokens)
+        if failed is not None:
+            raise failed
         return True
+
+    def _mask(self) -> tuple[Exception | None, GrammarMask | None]:
+        """In the window between the two calls: take the tokens of all earlier steps, since what may come next depends on them, and say
+        what the requests with a grammar may sample now. The device computes the step's forward meanwhile. An error of an earlier step is
+        returned, so that this one is sampled nevertheless."""
+        failed = None
+        while self._in_flight:
+            try:
+                self._undelivered += self._take(self._in_flight.popleft())
+            except Exception as error:
+                failed = error
+        matchers = self.scheduler.matchers()
+        return failed, GrammarMask.of(matchers, self._vocab_size) if matchers else None
 
     def _take(self, tokens: Future[ModelRunnerOutput | None]) -> list[Update]:
         try:
@@ -194,7 +218,17 @@ class Engine:
         except Exception as error:  # the device's: it shows when the tokens are read
             raise self._fail(self.scheduler.fail(newest=False), error) from None
         assert output is not None
-        return [self._update(self._outputs[request.request_id], tokens) for request, tokens in self.scheduler.update(output)]
+        for request_id, (position, found) in output.prompt_logprobs.items():
+            if request_id in self._outputs:
+                known = self._outputs[request_id].prompt_logprobs
+                known += found[len(known) - position :]  # those computed again after a preemption are known
+        updates = []
+        for request, taken in self.scheduler.update(output):
+            one = self._outputs[request.request_id]
+            if request.finish_reason is FinishReason.ERROR:
+                one.error = output.errors.get(request.request_id)
+            updates.append(self._update(one, taken, output.logprobs.get(request.request_id, ())))
+        return updates
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> BaseException:
         """Give the failed requests their last updates."""
@@ -204,9 +238,16 @@ class Engine:
             self._undelivered.append(self._update(output, ()))
         return error
 
-    def _update(self, output: _Output, tokens: Sequence[int]) -> Update:
+    def _update(self, output: _Output, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> Update:
         """Turn new tokens into text, and end the request when its text says so."""
         request = output.request
+        if request.matcher is not None:
+            for token in tokens:
+                request.matcher.accept(token)
+        new_logprobs = None
+        if request.sampling.logprobs is not None:
+            new_logprobs = tuple(logprobs[: len(tokens)])
+            output.logprobs += new_logprobs
         text = ""
         if output.detokenizer is not None:
             shown = tokens[:-1] if request.finish_reason is FinishReason.STOP else tokens
@@ -220,7 +261,7 @@ class Engine:
                 text += output.stop_text.finish()
         output.parts.append(text)
         completion = self._complete(output) if request.finish_reason is not None else None
-        return Update(request_id=request.request_id, token_ids=tuple(tokens), text=text, completion=completion)
+        return Update(request_id=request.request_id, token_ids=tuple(tokens), text=text, completion=completion, logprobs=new_logprobs)
 
     def _complete(self, output: _Output) -> Completion:
         request = output.request
@@ -234,6 +275,8 @@ class Engine:
             finish_reason=request.finish_reason,
             seed=request.sampling.seed,
             error=output.error,
+            logprobs=tuple(output.logprobs) if request.sampling.logprobs is not None else None,
+            prompt_logprobs=tuple(output.prompt_logprobs) if request.sampling.prompt_logprobs is not None else None,
         )
 
 

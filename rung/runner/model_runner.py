@@ -22,6 +22,7 @@ from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodeStep
 from rung.runner.forward import EagerForward, Forward
+from rung.runner.grammar import GrammarMask
 from rung.runner.hooks import StepHooks
 from rung.runner.inputs import InputBuffers, InputBuilder
 from rung.runner.kv_cache import allocate_kv_caches, num_kv_blocks
@@ -31,7 +32,8 @@ from rung.runner.ops import StepOps, default_ops
 from rung.runner.output import EMPTY_OUTPUT, AsyncOutput, ModelRunnerOutput
 from rung.runner.plan import StepPlan
 from rung.runner.plan_check import PlanChecker
-from rung.runner.sampler import Sampler
+from rung.runner.sampler import Sampler, StepLogprobs
+from rung.runner.sampler.prompt_logprobs import PromptLogprobs
 from rung.runner.slots import RequestSlots
 from rung.runner.step_trace import record_step
 from rung.runner.transfer import HostToDevice
@@ -61,6 +63,7 @@ class ParkedStep:
     logits: torch.Tensor  # [num_requests, vocab]; of the last step when a graph made several
     num_steps: int = 1
     tokens: torch.Tensor | None = None  # int64 [num_steps, num_requests], when a graph has sampled and advanced the slots
+    prompt_logprobs: tuple[StepLogprobs, ...] = ()  # of the prompts in the batch that asked for them
     # Kept until sampling, so that their memory is not handed out while enqueued work may still read them.
     context: ForwardContext | None = field(default=None, repr=False)
 
@@ -68,7 +71,7 @@ class ParkedStep:
 class ModelRunner:
     """Runs `module(input_ids [T] int32, positions [T] int64) -> hidden [T, hidden]` and `module.compute_logits(hidden [N, hidden])`.
 
-    One step is two calls: `execute_model(plan)` applies the plan and enqueues forward and logits, `sample_tokens(bitmask)` samples and
+    One step is two calls: `execute_model(plan)` applies the plan and enqueues forward and logits, `sample_tokens(mask)` samples and
     advances the slots. Between them a caller may build a grammar mask. The runner owns slots, block tables (one for each of
     `kv_groups`), input buffers and KV cache; it binds the attention layers of `module` to them. `num_blocks` overrides the configured size
     of the KV cache. `trace` gets the steps of requests, not the dummy ones. Not thread-safe: one caller drives it."""
@@ -112,7 +115,8 @@ class ModelRunner:
             for _ in self.kv_groups
         )
         self.buffers = InputBuffers.allocate(config.max_num_tokens, config.max_num_requests, self.device, self.forward.static_inputs())
-        self.sampler = Sampler(config.max_num_requests, transfer, ops)
+        self.sampler = Sampler(self.slots, transfer, ops)
+        self.prompts = PromptLogprobs(module.compute_logits, self.slots, self.sampler)  # type: ignore[arg-type]
         self._inputs = InputBuilder(self.buffers, self.slots, transfer, ops)
         self.decode = DecodeStep(
             module.compute_logits,  # type: ignore[arg-type]
@@ -178,34 +182,37 @@ class ModelRunner:
         return None
 
     @torch.no_grad()
-    def sample_tokens(self, bitmask: torch.Tensor | None = None) -> AsyncOutput | None:
-        """Sample the parked step and advance its requests. `bitmask` is int32 [num_requests, ceil(vocab / 32)] in batch order. Returns None
-        when nothing is parked, raises `StepFailedError` as `execute_model` does."""
+    def sample_tokens(self, mask: GrammarMask | None = None) -> AsyncOutput | None:
+        """Sample the parked step and advance its requests; those in `mask` sample only what it allows. Returns None when nothing is
+        parked, raises `StepFailedError` as `execute_model` does. A row that cannot be sampled is reported in the output, alone."""
         if self._parked is None:
             return None
-        if bitmask is not None and self._parked.tokens is not None:
+        if mask is not None and self._parked.tokens is not None:
             raise StateError("a grammar mask came for a step that its graph has sampled already", hint="set has_bitmask in the step's plan")
         parked, self._parked = self._parked, None
         try:
-            output = self._sample_steps(parked, bitmask)
+            output = self._sample_steps(parked, mask)
             self.hooks.after_step(self._plan)
             return output
         except Exception as error:
             raise _failed(error) from error
 
-    def _sample_steps(self, parked: ParkedStep, bitmask: torch.Tensor | None) -> AsyncOutput:
+    def _sample_steps(self, parked: ParkedStep, mask: GrammarMask | None) -> AsyncOutput:
         if parked.tokens is not None:
             self._advance_mirrors(parked.batch, parked.num_steps)
             return self._end_step(AsyncOutput(parked.batch.request_ids, parked.tokens, None, self._copy_stream))
-        steps = [self._sample(parked, bitmask)]
+        prompt_logprobs = parked.prompt_logprobs
+        steps = [self._sample(parked, mask)]
         for _ in range(parked.num_steps - 1):
-            self._advance(parked.batch, *steps[-1])
+            self._advance(parked.batch, *steps[-1][:2])
             parked = self._run(gather_batch(dict.fromkeys(parked.batch.request_ids, 1), self.slots), 1, in_graph=False)
             steps.append(self._sample(parked, None))
         # The copy starts before the state is advanced, so that it does not wait for it.
-        sampled, counts = (torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0) for rows in zip(*steps, strict=True))
-        output = AsyncOutput(parked.batch.request_ids, sampled, counts, self._copy_stream)
-        self._advance(parked.batch, *steps[-1])
+        columns = list(zip(*steps, strict=True))[:2]
+        sampled, counts = (torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0) for rows in columns)
+        logprobs = [step[2] for step in steps if step[2] is not None]
+        output = AsyncOutput(parked.batch.request_ids, sampled, counts, self._copy_stream, logprobs, prompt_logprobs)
+        self._advance(parked.batch, *steps[-1][:2])
         return self._end_step(output)
 
     def _end_step(self, output: AsyncOutput) -> AsyncOutput:
@@ -320,9 +327,17 @@ class ModelRunner:
             for _ in range(num_steps):
                 record_step(self._trace, batch, dispatch)
         if self.forward.advances(dispatch):
-            return self._replay(batch, dispatch, num_steps, in_graph and self.sampler.fits_graph(batch.idx_mapping))
+            return self._replay(batch, dispatch, num_steps, in_graph and self.sampler.fits_graph(batch.idx_mapping, batch.seq_lens))
         step = self.prepare(batch, dispatch)
-        return ParkedStep(batch=batch, dispatch=dispatch, logits=self._forward_logits(step), num_steps=num_steps, context=step.context)
+        hidden = self._forward_hidden(step)
+        return ParkedStep(
+            batch=batch,
+            dispatch=dispatch,
+            logits=self._logits(batch, hidden),
+            num_steps=num_steps,
+            context=step.context,
+            prompt_logprobs=self.prompts.collect(batch, hidden=hidden),
+        )
 
     def _replay(self, batch: Batch, dispatch: Dispatch, num_steps: int, sampling: bool) -> ParkedStep:
         """Steps whose inputs, and when `sampling` also tokens, the graph makes from the slots."""
@@ -332,27 +347,41 @@ class ModelRunner:
             logits = self.forward.advance(dispatch)
             self.decode.count()
         tokens = self.decode.tokens(num_steps, batch.num_requests) if sampling else None
-        return ParkedStep(batch=batch, dispatch=dispatch, logits=logits[: batch.num_requests], num_steps=num_steps, tokens=tokens)
+        return ParkedStep(
+            batch=batch,
+            dispatch=dispatch,
+            logits=logits[: batch.num_requests],
+            num_steps=num_steps,
+            tokens=tokens,
+            prompt_logprobs=() if sampling else self.prompts.collect(batch, logits=logits),
+        )
 
     def _forward_logits(self, step: PreparedStep) -> torch.Tensor:
         if self.forward.advances(step.dispatch):
             return self._replay(step.batch, step.dispatch, 1, sampling=False).logits
+        return self._logits(step.batch, self._forward_hidden(step))
+
+    def _forward_hidden(self, step: PreparedStep) -> torch.Tensor:
         rows = step.dispatch.num_tokens
-        hidden = self.forward.run(step.dispatch, self.buffers.input_ids[:rows], self.buffers.positions[:rows], step.context)
-        last_rows = self.ops.logits_indices(self.buffers.query_start_loc, step.batch.num_requests)
+        return self.forward.run(step.dispatch, self.buffers.input_ids[:rows], self.buffers.positions[:rows], step.context)
+
+    def _logits(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        last_rows = self.ops.logits_indices(self.buffers.query_start_loc, batch.num_requests)
         logits: torch.Tensor = self.module.compute_logits(hidden[last_rows])  # type: ignore[operator]
         return logits
 
-    def _sample(self, parked: ParkedStep, bitmask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sampled tokens of a batch, int64 [num_requests], and how many of each row count, int32 [num_requests]."""
+    def _sample(self, parked: ParkedStep, mask: GrammarMask | None) -> tuple[torch.Tensor, torch.Tensor, StepLogprobs | None]:
+        """The sampled tokens of a batch, int64 [num_requests], or marks of failures; how many of each row count, int32 [num_requests]."""
         batch = parked.batch
         count = batch.num_requests
         idx_mapping, seq_lens = self.buffers.idx_mapping[:count], self.buffers.seq_lens[:count]
-        sampled = self.sampler.sample(parked.logits, idx_mapping, batch.idx_mapping, seq_lens, bitmask)
-        return sampled, self.ops.num_sampled(idx_mapping, seq_lens, self.slots.prefill_len, count)
+        sampled = self.sampler.sample(parked.logits, idx_mapping, seq_lens, batch, mask)
+        return sampled.tokens, self.ops.num_sampled(idx_mapping, seq_lens, self.slots.prefill_len, count), sampled.logprobs
 
     def _advance(self, batch: Batch, sampled: torch.Tensor, num_sampled: torch.Tensor) -> None:
-        self.ops.advance(self.slots, self.buffers.idx_mapping, self.buffers.query_start_loc, sampled, num_sampled)
+        tokens = sampled.clamp(min=0)  # a row that failed goes on with some token until the host has heard of it
+        self.ops.advance(self.slots, self.buffers.idx_mapping, self.buffers.query_start_loc, tokens, num_sampled)
+        self.sampler.penalties.count(self.buffers.idx_mapping[: batch.num_requests], tokens, num_sampled)
         self._advance_mirrors(batch, 1)
 
     def _apply(self, plan: StepPlan) -> None:
@@ -363,7 +392,7 @@ class ModelRunner:
             self.slots.remove(request_id)
         for new in plan.new_requests:
             slot = self.slots.add(new.request_id, new.token_ids, new.prompt_len, new.num_computed_tokens)
-            self.sampler.add(slot, new.sampling, new.stop_token_ids)
+            self.sampler.add(slot, new.sampling, new.stop_token_ids, prompt_len=new.prompt_len, num_tokens=len(new.token_ids))
             for table, blocks in zip(self.block_tables, new.block_ids, strict=True):
                 table.write(slot, blocks, replace=True)
         for cached in plan.cached_requests:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from rung.runner.sampler.failures import MESSAGES
+from rung.runner.sampler.logprobs import StepLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +17,10 @@ class ModelRunnerOutput:
 
     request_ids: tuple[str, ...] = ()
     sampled_token_ids: tuple[tuple[int, ...], ...] = field(default=())
+    errors: Mapping[str, str] = field(default_factory=dict)  # request id -> why no further token could be sampled
+    logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)  # of the tokens, where asked for
+    # Of a part of the prompt, where asked for: the position of the first one, and one entry for each.
+    prompt_logprobs: Mapping[str, tuple[int, Sequence[TokenLogprobs]]] = field(default_factory=dict)
 
 
 EMPTY_OUTPUT = ModelRunnerOutput()
@@ -30,17 +38,21 @@ class AsyncOutput:
         sampled: torch.Tensor,  # int64 [num_steps, num_requests]
         num_sampled: torch.Tensor | None,  # int32 [num_steps, num_requests], 0 or 1; None: -1 in `sampled` stands for no token
         copy_stream: torch.cuda.Stream | None,
+        logprobs: Sequence[StepLogprobs] = (),
+        prompt_logprobs: Sequence[StepLogprobs] = (),
     ) -> None:
         self._request_ids = request_ids
-        self._device_tensors: tuple[torch.Tensor | None, ...] = (sampled, num_sampled)
+        self._device_tensors: tuple[object, ...] = (sampled, num_sampled, logprobs, prompt_logprobs)
         self._event: torch.cuda.Event | None = None
         if copy_stream is None:
             self._sampled, self._num_sampled = sampled, num_sampled
+            self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
             return
         copy_stream.wait_stream(torch.cuda.current_stream(sampled.device))
         with torch.cuda.stream(copy_stream):
             self._sampled = _to_pinned(sampled)
             self._num_sampled = None if num_sampled is None else _to_pinned(num_sampled)
+            self._logprobs, self._prompt_logprobs = _logprobs_to_pinned(logprobs), _logprobs_to_pinned(prompt_logprobs)
             self._event = torch.cuda.Event(blocking=True)
             self._event.record(copy_stream)
 
@@ -51,11 +63,48 @@ class AsyncOutput:
         self._device_tensors = ()
         sampled = self._sampled if self._num_sampled is None else self._sampled.masked_fill(self._num_sampled == 0, -1)
         steps = sampled.tolist()
+        errors: dict[str, str] = {}
+        tokens: tuple[tuple[int, ...], ...]
         if len(steps) == 1:
             tokens = tuple((token,) if token >= 0 else () for token in steps[0])
         else:
             tokens = tuple(tuple(token for token in row if token >= 0) for row in zip(*steps, strict=True))
-        return ModelRunnerOutput(request_ids=self._request_ids, sampled_token_ids=tokens)
+        if min(map(min, steps)) < -1:
+            tokens, errors = self._split_failures(zip(*steps, strict=True))
+        return ModelRunnerOutput(
+            request_ids=self._request_ids,
+            sampled_token_ids=tokens,
+            errors=errors,
+            logprobs=self._read_logprobs() if self._logprobs else {},
+            prompt_logprobs=_read_prompt_logprobs(self._prompt_logprobs) if self._prompt_logprobs else {},
+        )
+
+    def _split_failures(self, rows: Iterable[Sequence[int]]) -> tuple[tuple[tuple[int, ...], ...], dict[str, str]]:
+        """The tokens of each request before its first failure, and why those that failed did."""
+        tokens, errors = [], {}
+        for request_id, row in zip(self._request_ids, rows, strict=True):
+            end = next((at for at, token in enumerate(row) if token < -1), len(row))
+            tokens.append(tuple(token for token in row[:end] if token >= 0))
+            if end < len(row):
+                errors[request_id] = MESSAGES[row[end]]
+        return tuple(tokens), errors
+
+    def _read_logprobs(self) -> dict[str, Sequence[TokenLogprobs]]:
+        found: dict[str, list[TokenLogprobs]] = {}
+        for step in self._logprobs:
+            for rows in step.rows:
+                found.setdefault(rows.request_id, []).extend(step.tensors.read(rows.first, rows.count, rows.num_top))
+        return dict(found)
+
+
+def _read_prompt_logprobs(parts: Sequence[StepLogprobs]) -> dict[str, tuple[int, Sequence[TokenLogprobs]]]:
+    return {
+        rows.request_id: (rows.position, part.tensors.read(rows.first, rows.count, rows.num_top)) for part in parts for rows in part.rows
+    }
+
+
+def _logprobs_to_pinned(steps: Sequence[StepLogprobs]) -> Sequence[StepLogprobs]:
+    return [StepLogprobs(step.tensors.map(_to_pinned), step.rows) for step in steps]
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rung.runner.grammar.base import GrammarMatcher
 from rung.runner.sampler.params import SamplingParams
 
 
@@ -12,7 +13,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end token, a stop token or a stop text
     LENGTH = "length"  # max_tokens, or the context is full
     ABORT = "abort"  # cancelled
-    ERROR = "error"  # a step of the request failed
+    ERROR = "error"  # a step of the request failed, or no token could be sampled for it
 
 
 class RequestStatus(StrEnum):
@@ -31,6 +32,7 @@ class Request:
     sampling: SamplingParams
     max_total_tokens: int  # prompt and output
     stop_token_ids: frozenset[int] = frozenset()
+    matcher: GrammarMatcher | None = None  # of a request with a grammar
     output_token_ids: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

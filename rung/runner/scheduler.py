@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rung.counters import Count, Counters
 from rung.errors import RequestError
 from rung.runner.config import RunnerConfig
+from rung.runner.grammar.base import GrammarMatcher
 from rung.runner.kv_blocks import KVBlocks
 from rung.runner.output import ModelRunnerOutput
 from rung.runner.plan import CachedRequest, NewRequest, StepPlan
@@ -50,6 +51,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._left: set[str] = set()  # finished since the last plan, their slots still held by the runner
+        self._num_grammars = 0  # unfinished requests with a grammar
         # Each step whose tokens have not come back; a preempted request may have re-entered since, so ids would not do.
         self._in_flight: deque[_StepInFlight] = deque()
 
@@ -59,6 +61,7 @@ class Scheduler:
             raise RequestError(f"request id {request.request_id!r} is in use", hint="give every unfinished request its own id")
         self.requests[request.request_id] = request
         self.waiting.append(request)
+        self._num_grammars += request.matcher is not None
 
     @property
     def has_unfinished(self) -> bool:
@@ -76,26 +79,34 @@ class Scheduler:
         if not draft.preempted:
             self._schedule_waiting(draft)
         num_steps = self._more_steps(draft)
+        changes = tuple(
+            CachedRequest(
+                request_id=request_id,
+                num_computed_tokens=self.requests[request_id].num_computed_tokens,
+                new_block_ids=block_ids,
+                num_null_blocks=nulls,
+            )
+            for request_id, block_ids, nulls in self.blocks.take_changes()
+        )
+        step = self._advance(draft.scheduled, num_steps)
         finished, self._left = frozenset(self._left), set()
         plan = StepPlan(
             new_requests=tuple(draft.new),
-            cached_requests=tuple(
-                CachedRequest(
-                    request_id=request_id,
-                    num_computed_tokens=self.requests[request_id].num_computed_tokens,
-                    new_block_ids=block_ids,
-                    num_null_blocks=nulls,
-                )
-                for request_id, block_ids, nulls in self.blocks.take_changes()
-            ),
+            cached_requests=changes,
             num_scheduled_tokens=draft.scheduled,
             finished_request_ids=finished,
             preempted_request_ids=frozenset(draft.preempted),
             num_steps=num_steps,
+            has_bitmask=self._num_grammars > 0 and any(request.matcher is not None for request in step.sampling),
         )
         if draft.scheduled:
-            self._in_flight.append(self._advance(draft.scheduled, num_steps))
+            self._in_flight.append(step)
         return plan
+
+    def matchers(self) -> dict[str, GrammarMatcher]:
+        """The grammars of the requests that the newest step in flight samples; those that have ended since are left out."""
+        sampling = self._in_flight[-1].sampling if self._in_flight else []
+        return {r.request_id: r.matcher for r in sampling if r.matcher is not None and not r.is_finished}
 
     def update(self, output: ModelRunnerOutput) -> list[tuple[Request, list[int]]]:
         """Take the tokens of the oldest step in flight; returns each request that got some, with them. Requests that end are freed."""
@@ -104,7 +115,7 @@ class Scheduler:
         sampling = {request.request_id: request for request in step.sampling}
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
             request = sampling.get(request_id)
-            if request is None or request.is_finished or not tokens:
+            if request is None or request.is_finished or not (tokens or request_id in output.errors):
                 continue
             taken = []
             for token in tokens:
@@ -112,6 +123,8 @@ class Scheduler:
                 taken.append(token)
                 if request.finish_reason is not None:
                     break  # later steps of the same replay ran past the end
+            if request.finish_reason is None and request_id in output.errors:
+                request.finish_reason = FinishReason.ERROR
             updates.append((request, taken))
             if request.finish_reason is not None:
                 ended.append(request)
@@ -189,7 +202,7 @@ class Scheduler:
     def _more_steps(self, draft: _Draft) -> int:
         """How often the plan may be repeated on the device: nobody waits, every request decodes, none ends by its length on the way."""
         limit = self.config.replay_steps
-        if limit == 1 or self.waiting or draft.new or draft.preempted or not draft.scheduled:
+        if limit == 1 or self._num_grammars or self.waiting or draft.new or draft.preempted or not draft.scheduled:
             return 1
         requests = [self.requests[request_id] for request_id in draft.scheduled]
         if any(request.num_computed_tokens + 1 != request.num_tokens for request in requests):
@@ -245,3 +258,4 @@ class Scheduler:
         self.blocks.free(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
+        self._num_grammars -= request.matcher is not None

@@ -117,6 +117,48 @@ def test_bad_sampling_value_is_refused(rung: Rung, model_folder: Path) -> None:
     assert "top_p" in refused(rung("generate", model_folder, "hello", "--top-p", 2))
 
 
+def test_the_model_s_own_settings_hold_and_options_override_them(rung: Rung, model_folder: Path) -> None:
+    greedy = tokens(rung, model_folder)
+    (model_folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 3.0, "top_k": 20}))
+    sampled = tokens(rung, model_folder, "--seed", 5)
+    assert sampled == tokens(rung, model_folder, "--seed", 5, "--temperature", 3, "--top-k", 20) != greedy
+    assert tokens(rung, model_folder, "--temperature", 0) == greedy
+    (model_folder / "generation_config.json").write_text(json.dumps({"temperature": 3.0}))  # without do_sample it says nothing
+    assert tokens(rung, model_folder) == greedy
+
+
+def tokens(rung: Rung, model_folder: Path, *options: object) -> list[int]:
+    report = answers(rung("generate", model_folder, "hello", *SHORT, "--mode", "eager", "--json", *options))
+    found: list[int] = report["completions"][0]["token_ids"]
+    return found
+
+
+def test_logprobs_are_in_the_json(rung: Rung, model_folder: Path) -> None:
+    report = answers(rung("generate", model_folder, "hello", *SHORT, "--mode", "eager", "--json", "--logprobs", 2))
+    completion = report["completions"][0]
+    assert [one["token_id"] for one in completion["logprobs"]] == completion["token_ids"]
+    assert all(one["top"][0] == [one["token_id"], one["logprob"]] and one["rank"] == 1 for one in completion["logprobs"])
+    assert all(len(one["top"]) == 2 for one in completion["logprobs"])
+
+
+def test_an_answer_follows_a_json_schema(rung: Rung, model_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar")
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"type": "integer"}))
+    options = ("--max-tokens", 40, "--mode", "eager", "--json", "--temperature", 2, "--seed", 3)
+    report = answers(rung("generate", model_folder, "hello", *options, "--json-schema", schema))
+    completion = report["completions"][0]
+    assert completion["finish_reason"] == "stop"
+    assert isinstance(json.loads(completion["text"]), int)
+    schema.write_text("{nope")
+    assert "JSON schema" in refused(rung("generate", model_folder, "hello", *SHORT, "--mode", "eager", "--json-schema", schema))
+
+
+@pytest.mark.parametrize(("option", "value"), [("--min-p", 2), ("--repetition-penalty", 0), ("--min-tokens", 7), ("--logprobs", -1)])
+def test_bad_sampling_options_are_named(rung: Rung, model_folder: Path, option: str, value: float) -> None:
+    assert option[2:].replace("-", "_") in refused(rung("generate", model_folder, "hello", *SHORT, option, value))
+
+
 @pytest.mark.slow
 def test_smollm2_answers_three_prompts_together(rung: Rung) -> None:
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,6 +135,14 @@ def test_a_shared_pool_is_the_largest_size_and_what_smaller_ones_added() -> None
     assert model.pool_bytes([piecewise(size) for size in (256, 128)]) == 22 * MIB
     assert model.pool_bytes([piecewise(512), full(256)]) == 43 * MIB
     assert model.pool_bytes([]) == 0
+
+
+def test_a_believed_cost_holds_until_captures_took_enough_to_tell() -> None:
+    few = [entry(full(8), 1, 2, 1, 64), entry(full(1), 0, 2, 1, 64)]
+    believed = MemoryModel.fit(few, shared_pool=True, executable_cost=(1000.0, 10.0))
+    assert (believed.bytes_per_graph, believed.bytes_per_node) == (1000.0, 10.0)
+    many = [replace(one, executable_bytes=64 * MIB) for one in few]
+    assert MemoryModel.fit(many, shared_pool=True, executable_cost=(1000.0, 10.0)).predict([full(8)]).executable_bytes == 64 * MIB
 
 
 def test_one_kind_gives_all_bytes_to_its_nodes_and_none_to_graphs() -> None:

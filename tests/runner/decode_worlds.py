@@ -53,7 +53,8 @@ class DecodeWorld:
 
     def differences(self, oracle: DecodeWorld) -> list[str]:
         """The names of the tensors that are not equal."""
-        return [name for name, values in self.tensors.items() if not torch.equal(values.cpu(), oracle.tensors[name].cpu())]
+        pairs = {name: (values.cpu(), oracle.tensors[name].cpu()) for name, values in self.tensors.items()}
+        return [name for name, (mine, theirs) in pairs.items() if not torch.allclose(mine, theirs, rtol=0, atol=0, equal_nan=True)]
 
 
 def draw(rng: np.random.Generator) -> tuple[dict[str, torch.Tensor], int]:
@@ -68,6 +69,9 @@ def draw(rng: np.random.Generator) -> tuple[dict[str, torch.Tensor], int]:
     stop_ids[:, :2] = rng.integers(0, VOCAB, (SLOTS, 2))
     stop_ids[rng.random(SLOTS) < 0.5, 3] = logits[0].argmax()
     logits[rng.random(SLOTS) < 0.3] = logits[0]  # these rows stop, when greedy
+    failing = rng.random(SLOTS)
+    logits[failing < 0.1, rng.integers(0, VOCAB)] = np.nan
+    logits[failing > 0.9] = -np.inf
     numbers = {
         "idx_mapping": idx_mapping,
         "query_start_loc": np.minimum(np.arange(SLOTS + 1), count),

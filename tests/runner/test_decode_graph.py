@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from rung.counters import Count
 from rung.errors import BlockTableError, RequestError, StateError
 from rung.graphs import ConfiguredMode
 from rung.runner import CachedRequest, Completion, NewRequest, SamplingParams, StepPlan
+from rung.runner.grammar import GrammarMask
+from tests.runner.sampling import pack
 from tests.runner.test_graph_forward import VOCAB, make, prompts_of
 
 GREEDY = SamplingParams(max_tokens=9)
@@ -108,8 +109,7 @@ def test_a_mask_needs_a_plan_that_announces_it() -> None:
     new = NewRequest(request_id="a", token_ids=(1, 2), prompt_len=2, block_ids=((1, 2),), sampling=SamplingParams())
     runner.execute_model(StepPlan(new_requests=(new,), num_scheduled_tokens={"a": 2}))
     runner.sample_tokens()
-    only_5 = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32)
-    only_5[0, 0] = 1 << 5
+    only_5 = GrammarMask({"a": 0}, pack([5], VOCAB)[None])
     decode = StepPlan(cached_requests=(CachedRequest(request_id="a", num_computed_tokens=2),), num_scheduled_tokens={"a": 1})
     runner.execute_model(decode)
     with pytest.raises(StateError, match="has_bitmask"):

@@ -6,10 +6,12 @@ import torch
 
 from rung.counters import Counters
 from rung.runner import SamplingParams
+from rung.runner.batch import Batch
 from rung.runner.ops import StepOps, TorchStepOps
 from rung.runner.sampler import Sampler
+from rung.runner.sampler.failures import NAN_TOKEN, NOTHING_ALLOWED_TOKEN
 from rung.runner.transfer import HostToDevice
-from tests.runner.decode_worlds import SLOTS, VOCAB, DecodeWorld, draw
+from tests.runner.decode_worlds import HISTORY, SLOTS, VOCAB, DecodeWorld, draw
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -39,20 +41,29 @@ def test_sampling_equals_the_sampler_and_the_advance_of_a_step(step_ops: StepOps
         one.load(contents)
         one.ops.decode.inputs(one.slots, one.table, one.buffers, rows)
     world.ops.decode.sample(world.logits[:rows], world.slots, world.buffers, world.sampling, world.state)
-    sampler = Sampler(SLOTS, HostToDevice(torch.device("cpu"), Counters()), step.ops)
+    sampler = Sampler(step.slots, HostToDevice(torch.device("cpu"), Counters()), step.ops)
     for slot in range(SLOTS):
         params = SamplingParams(temperature=float(contents["temperature"][slot]), seed=int(contents["seed"][slot]))
         sampler.add(slot, params)
     sampler.apply_staged_writes()
     idx, seq_lens = step.buffers.idx_mapping[:rows], step.buffers.seq_lens[:rows]
-    sampled = sampler.sample(step.logits[:rows], idx, idx.numpy(), seq_lens)
+    batch = Batch(
+        request_ids=("",) * rows,
+        idx_mapping=idx.numpy(),
+        query_lens=np.ones(rows, np.int32),
+        query_start_loc=np.arange(rows + 1, dtype=np.int32),
+        seq_lens=seq_lens.numpy(),
+        has_prefill=False,
+        uniform_query_len=1,
+    )
+    sampled = sampler.sample(step.logits[:rows], idx, seq_lens, batch).tokens
     num_sampled = step.ops.num_sampled(idx, seq_lens, step.slots.prefill_len, rows)
-    step.ops.advance(step.slots, step.buffers.idx_mapping, step.buffers.query_start_loc, sampled, num_sampled)
+    step.ops.advance(step.slots, step.buffers.idx_mapping, step.buffers.query_start_loc, sampled.clamp(min=0), num_sampled)
     for name in ("num_computed_tokens", "total_len", "all_token_ids", "last_sampled_tokens"):
         assert torch.equal(world.tensors[name], step.tensors[name]), name
     expected = torch.where(num_sampled > 0, sampled, -1)
     assert torch.equal(world.state.history[int(world.state.step) % world.state.history.shape[0], :rows], expected)
-    stopped = (contents["stop_ids"][idx] == expected.unsqueeze(1)).any(1) & (expected >= 0)
+    stopped = (contents["stop_ids"][idx] == expected.unsqueeze(1)).any(1) & (expected >= 0) | (expected < -1)
     assert torch.equal(world.buffers.idx_mapping[:rows], torch.where(stopped, -1, idx))
 
 
@@ -87,3 +98,33 @@ def test_a_row_of_nan_gives_a_token_of_the_vocabulary(step_ops: StepOps) -> None
     world.load({"enabled": torch.ones(1), "idx_mapping": torch.arange(SLOTS), "prefill_len": torch.ones(SLOTS)})
     world.step(rows)
     assert 0 <= int(world.slots.last_sampled_tokens[0, 0]) < VOCAB
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_pick_outside_of_a_graph_is_that_of_the_graph(step_ops: StepOps, seed: int) -> None:
+    contents, rows = draw(np.random.default_rng(seed))
+    contents["enabled"] = torch.ones(1)
+    contents["prefill_len"] = torch.zeros(SLOTS)
+    world = DecodeWorld(step_ops)
+    world.load(contents)
+    idx, seq_lens = world.buffers.idx_mapping[:rows].clone(), world.buffers.seq_lens[:rows]
+    picked = step_ops.decode.pick(world.logits[:rows], idx, seq_lens, world.sampling, any_random=True)
+    step_ops.decode.sample(world.logits[:rows], world.slots, world.buffers, world.sampling, world.state)
+    recorded = world.state.history[int(world.state.step) % HISTORY, :rows]
+    assert torch.equal(recorded, torch.where(idx >= 0, picked, -1))
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 2048, 2049])
+def test_a_pick_marks_rows_that_fail(step_ops: StepOps, vocab: int) -> None:
+    world = DecodeWorld(step_ops)
+    scores = torch.zeros(4, vocab)
+    scores[1, -1] = torch.nan
+    scores[2] = -torch.inf
+    scores[3, 0] = torch.inf
+    idx, seq_lens = torch.tensor([0, 1, -1, 2]), torch.ones(4, dtype=torch.int32)
+    assert step_ops.decode.pick(scores, idx, seq_lens, world.sampling, any_random=False).tolist() == [
+        0,
+        NAN_TOKEN,
+        NOTHING_ALLOWED_TOKEN,
+        0,
+    ]

@@ -52,6 +52,7 @@ class DeviceAttention(PlainAttention):
         values = cache.value.flatten(0, 1)[slots].repeat_interleave(HEADS // KV_HEADS, 2)
         scores = torch.einsum("rhd,rlhd->rhl", query, keys) * self.spec.scale
         visible = (key_at <= position[:, None]) & real[:, None]
+        values = torch.where(visible[:, :, None, None], values, 0)  # places behind the last key may hold NaN
         weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
         out.copy_(torch.where(real[:, None, None], torch.einsum("rhl,rlhd->rhd", weights, values), 0))
 

@@ -2,27 +2,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from rung.counters import Counters
 from rung.errors import SamplingParamsError
-from rung.runner.ops import TorchStepOps
-from rung.runner.sampler import Sampler, SamplingParams, gumbel_noise
-from rung.runner.transfer import HostToDevice
+from rung.runner.sampler import SamplingParams, gumbel_noise
+from tests.runner.sampling import Row
+from tests.runner.sampling import sample as sample_rows
 
 VOCAB = 50
 
 
-def sample(params: list[SamplingParams], logits: torch.Tensor, positions: list[int], bitmask: torch.Tensor | None = None) -> list[int]:
-    sampler = Sampler(64, HostToDevice(torch.device("cpu"), Counters()), TorchStepOps())
-    slots = np.arange(len(params), dtype=np.int64)[::-1].copy()
-    for slot, one in zip(slots, params, strict=True):
-        sampler.add(int(slot), one)
-    sampler.apply_staged_writes()
-    lens = torch.tensor(positions, dtype=torch.int32)
-    return sampler.sample(logits, torch.from_numpy(slots), slots, lens, bitmask).tolist()
+def sample(
+    params: list[SamplingParams], logits: torch.Tensor, positions: list[int], allowed: dict[int, list[int]] | None = None
+) -> list[int]:
+    """Rows whose sequences have `positions` tokens."""
+    rows = [Row(one, [0] * place, allowed=(allowed or {}).get(at)) for at, (one, place) in enumerate(zip(params, positions, strict=True))]
+    return sample_rows(rows, logits, max_num_requests=64)
 
 
 def test_greedy_takes_the_largest_logit() -> None:
@@ -71,22 +67,20 @@ def test_noise_is_standard_gumbel_and_finite() -> None:
 
 def test_top_k_keeps_k_tokens() -> None:
     logits = torch.arange(VOCAB, dtype=torch.float32).repeat(200, 1) * 0.01
-    drawn = sample([SamplingParams(temperature=1.0, top_k=3, seed=s) for s in range(64)], logits[:64], [0] * 64)
+    drawn = sample([SamplingParams(temperature=1.0, top_k=3, seed=s) for s in range(64)], logits[:64], [1] * 64)
     assert set(drawn) == {47, 48, 49}
 
 
 def test_top_p_keeps_the_likely_ones_and_always_the_best() -> None:
     logits = torch.full((64, VOCAB), -10.0)
     logits[:, 4], logits[:, 9] = 5.0, 4.9
-    assert set(sample([SamplingParams(temperature=1.0, top_p=0.6, seed=s) for s in range(64)], logits, [0] * 64)) == {4, 9}
-    assert set(sample([SamplingParams(temperature=1.0, top_p=1e-9, seed=s) for s in range(64)], logits, [0] * 64)) == {4}
+    assert set(sample([SamplingParams(temperature=1.0, top_p=0.6, seed=s) for s in range(64)], logits, [1] * 64)) == {4, 9}
+    assert set(sample([SamplingParams(temperature=1.0, top_p=1e-9, seed=s) for s in range(64)], logits, [1] * 64)) == {4}
 
 
 def test_a_bitmask_forbids_tokens() -> None:
     logits = torch.arange(VOCAB, dtype=torch.float32).repeat(2, 1)
-    mask = torch.full((2, 2), -1, dtype=torch.int32)
-    mask[0, 1] = 0  # row 0: only tokens 0 to 31
-    assert sample([SamplingParams()] * 2, logits, [0, 0], mask) == [31, 49]
+    assert sample([SamplingParams()] * 2, logits, [1, 1], {0: list(range(32))}) == [31, 49]
 
 
 @pytest.mark.parametrize(
@@ -104,11 +98,41 @@ def test_a_bitmask_forbids_tokens() -> None:
         ("max_tokens", 0),
         ("stop", ("",)),
         ("stop_token_ids", ["a"]),
+        ("min_p", 1.5),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", float("inf")),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", {1: "much"}),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", [1]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", "abc"),
+        ("allowed_token_ids", [1.5]),
+        ("bad_words", [1, 2]),
+        ("bad_words", [[]]),
+        ("bad_words", ["word"]),
+        ("min_tokens", -1),
+        ("logprobs", -1),
+        ("logprobs", True),
+        ("prompt_logprobs", 1.5),
+        ("grammar", "{}"),
     ],
 )
 def test_bad_parameters_are_named(name: str, value: object) -> None:
     with pytest.raises(SamplingParamsError, match=f"^{name} must be"):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_minimum_above_the_maximum_is_refused() -> None:
+    with pytest.raises(SamplingParamsError, match=r"min_tokens must be an integer in \[0, max_tokens=3\], got 4"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+
+
+def test_parameters_keep_copies_of_collections() -> None:
+    bias = {3: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[4] = 2.0
+    assert params.logit_bias == {3: 1.0}
 
 
 def test_one_stop_text_may_be_given_alone() -> None:

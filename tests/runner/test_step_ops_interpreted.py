@@ -15,6 +15,7 @@ FILES = (
     "tests/runner/test_input_buffers.py",
     "tests/runner/test_block_table.py",
     "tests/runner/test_decode_ops.py",
+    "tests/runner/test_processors.py",
 )
 
 

@@ -101,6 +101,9 @@ class GraphBackend(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    # Bytes of device memory that an executable graph and each of its nodes take, where small captures cannot show it; None: they can.
+    executable_cost: ClassVar[tuple[float, float] | None] = None
+
     def why_no_nodes(self) -> str | None:
         """Why graphs have no `nodes`, None when they have."""
         return None

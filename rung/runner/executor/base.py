@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from rung.runner.grammar.base import GrammarMask
 from rung.runner.output import ModelRunnerOutput
 from rung.runner.plan import StepPlan
 
@@ -28,6 +29,6 @@ class Executor(ABC):
         """See `ModelRunner.execute_model`."""
         return self.collective_rpc("execute_model", (plan,))
 
-    def sample_tokens(self, bitmask: Any = None) -> Future[ModelRunnerOutput | None]:
+    def sample_tokens(self, mask: GrammarMask | None = None) -> Future[ModelRunnerOutput | None]:
         """See `ModelRunner.sample_tokens`; the future's result is the output on the host, and waiting for it is the only wait of a step."""
-        return self.collective_rpc("sample_tokens", (bitmask,))
+        return self.collective_rpc("sample_tokens", (mask,))

@@ -113,3 +113,12 @@ class StepOps(ABC):
         num_sampled: torch.Tensor,  # int32 [num_requests]
     ) -> None:
         """Write a step's results back: last sampled token, token history, lengths, computed tokens. Rows without a slot are skipped."""
+
+    @abstractmethod
+    def apply_bitmask(
+        self,
+        logits: torch.Tensor,  # in and out, float32 [rows, vocab]
+        bits: torch.Tensor,  # int32 [masks, ceil(vocab / 32)], bit i of word w stands for token 32 * w + i
+        bits_rows: torch.Tensor,  # int32 [rows], the mask of each row
+    ) -> None:
+        """Set logits whose bit is 0 to -inf. Rows without a mask (-1) are not touched."""

@@ -31,7 +31,7 @@ class DecodeState:
 
     enabled: torch.Tensor  # int32 [1]; 0: the graph ends with the logits, somebody else samples and advances
     step: torch.Tensor  # int64 [1], replays so far
-    history: torch.Tensor  # int64 [H, R], in row `step % H` the token of each batch row, -1 where none was sampled
+    history: torch.Tensor  # int64 [H, R], in row `step % H` the token of each batch row, -1 where none was sampled, below where it failed
 
     @classmethod
     def allocate(cls, num_steps: int, max_num_requests: int, device: torch.device) -> DecodeState:
@@ -52,7 +52,20 @@ class DecodeOps(ABC):
         for queries of one token: a row without a slot has one key, in block 0. Called once for each block table."""
 
     @abstractmethod
+    def pick(
+        self,
+        scores: torch.Tensor,  # [rows, vocab]
+        idx_mapping: torch.Tensor,  # int64 [rows]
+        seq_lens: torch.Tensor,  # int32 [rows]
+        sampling: RowSampling,
+        any_random: bool,  # whether some row has a temperature, which the host knows
+    ) -> torch.Tensor:
+        """The best token of each row, int64 [rows], at its temperature and with its noise as in `sample`, or a mark of
+        `sampler.failures`; for steps that sample outside of a graph. The same bits decide."""
+
+    @abstractmethod
     def sample(self, logits: torch.Tensor, slots: RequestSlots, buffers: InputBuffers, sampling: RowSampling, state: DecodeState) -> None:
         """Count the step, and when enabled: sample each row of logits [rows, vocab], greedy or with Gumbel noise (`noise.gumbel_noise`),
         write the tokens to the history, and advance the slots. A row that samples one of its stop tokens loses its slot in
-        `buffers.idx_mapping`, so that later replays leave it alone."""
+        `buffers.idx_mapping`, so that later replays leave it alone; so does one that fails (`sampler.failures`), whose mark goes to the
+        history and token 0 to the slot."""

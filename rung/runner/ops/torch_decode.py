@@ -8,6 +8,7 @@ import torch
 
 from rung.attention import PAD_SLOT
 from rung.runner.ops.decode_base import DecodeOps, DecodeState, RowSampling
+from rung.runner.sampler.failures import mark_failures
 from rung.runner.sampler.noise import gumbel_noise
 
 if TYPE_CHECKING:
@@ -36,21 +37,29 @@ class TorchDecodeOps(DecodeOps):
         block = table.table[slot, column].to(torch.int64)
         table.slot_mapping[:num_rows] = torch.where(valid, block * table.block_size + computed % table.block_size, PAD_SLOT)
 
+    def pick(
+        self, scores: torch.Tensor, idx_mapping: torch.Tensor, seq_lens: torch.Tensor, sampling: RowSampling, any_random: bool
+    ) -> torch.Tensor:
+        if any_random:
+            slot = idx_mapping.clamp(min=0)
+            temperature = torch.where(idx_mapping >= 0, sampling.temperature[slot], 0).unsqueeze(1)  # [rows, 1]
+            scores = scores.float()
+            noise = gumbel_noise(sampling.seed[slot], seq_lens.to(torch.int64), scores.shape[1])
+            scores = torch.where(temperature > 0, scores / torch.where(temperature > 0, temperature, 1) + noise, scores)
+        return mark_failures(scores, scores.argmax(dim=-1))
+
     def sample(self, logits: torch.Tensor, slots: RequestSlots, buffers: InputBuffers, sampling: RowSampling, state: DecodeState) -> None:
-        rows, vocab = logits.shape
+        rows = logits.shape[0]
         idx, seq_lens = buffers.idx_mapping[:rows], buffers.seq_lens[:rows]
         slot = idx.clamp(min=0)
-        temperature = sampling.temperature[slot].unsqueeze(1)  # [rows, 1]
-        scores = logits.float()
-        noise = gumbel_noise(sampling.seed[slot], seq_lens.to(torch.int64), vocab)
-        scores = torch.where(temperature > 0, scores / torch.where(temperature > 0, temperature, 1) + noise, scores)
-        token = scores.argmax(dim=-1)  # int64 [rows]
+        marked = self.pick(logits, idx, seq_lens, sampling, any_random=True)  # int64 [rows]
+        token = marked.clamp(min=0)
 
         state.step.add_(1)
         enabled = state.enabled > 0
         valid = (idx >= 0) & enabled
         wanted = valid & (seq_lens >= slots.prefill_len[slot])
-        recorded = torch.where(wanted, token, -1)
+        recorded = torch.where(wanted, marked, -1)
         # The row's number stays on the device.
         place = (state.step % state.history.shape[0]).expand(rows), torch.arange(rows, device=idx.device)
         state.history[place] = torch.where(enabled, recorded, state.history[place])
@@ -64,5 +73,5 @@ class TorchDecodeOps(DecodeOps):
         ids = slots.all_token_ids_storage
         ids[torch.where(fits, row, spare), column.clamp(max=slots.max_model_len - 1)] = token.to(ids.dtype)
         slots.total_len_storage.index_add_(0, row, wanted.to(torch.int32))
-        stopped = wanted & (sampling.stop_ids[slot] == token.unsqueeze(1)).any(dim=1)
+        stopped = wanted & ((sampling.stop_ids[slot] == token.unsqueeze(1)).any(dim=1) | (marked < 0))
         buffers.idx_mapping[:rows] = torch.where(stopped, -1, idx)

@@ -125,6 +125,12 @@ class TorchStepOps(StepOps):
         ids[torch.where(fits, row, spare), column.clamp(max=slots.max_model_len - 1)] = sampled.to(ids.dtype)
         slots.total_len_storage.index_add_(0, row, wanted.to(torch.int32))
 
+    def apply_bitmask(self, logits: torch.Tensor, bits: torch.Tensor, bits_rows: torch.Tensor) -> None:
+        bit = torch.arange(32, device=bits.device, dtype=torch.int32)
+        allowed = ((bits.unsqueeze(2) >> bit) & 1).flatten(1)[:, : logits.shape[1]].bool()  # [masks, vocab]
+        forbidden = ~allowed[bits_rows.clamp(min=0)] & (bits_rows >= 0).unsqueeze(1)
+        logits.masked_fill_(forbidden, -torch.inf)
+
 
 def _rows(query_start_loc: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Row numbers, the batch row of each one's request, and whether the row belongs to a request at all; [num_rows] each."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _KERNELS = "rung.runner.ops.triton_decode_kernels"  # named, not imported: it needs Triton, which a warm start does without
 DECODE_INPUTS = TritonLauncher(_KERNELS, "decode_inputs_kernel")
 SAMPLE_CHUNK = TritonLauncher(_KERNELS, "sample_chunk_kernel")
+PICK_CHUNK = TritonLauncher(_KERNELS, "pick_chunk_kernel")
+PICK_ROW = TritonLauncher(_KERNELS, "pick_row_kernel")
 SAMPLE_ROW = TritonLauncher(_KERNELS, "sample_row_kernel")
 
 _BLOCK = 128  # columns of a block table a program
@@ -36,6 +38,23 @@ class TritonDecodeOps(DecodeOps):
             slots.all_token_ids.stride(0), table.max_blocks, table.table.stride(0), table.num_blocks.stride(0), table.batch.stride(0),
             BLOCK_SIZE=table.block_size, PAD=PAD_SLOT, BLOCK=_BLOCK,
         )  # fmt: skip
+
+    def pick(
+        self, scores: torch.Tensor, idx_mapping: torch.Tensor, seq_lens: torch.Tensor, sampling: RowSampling, any_random: bool
+    ) -> torch.Tensor:
+        rows, vocab = scores.shape
+        assert scores.stride(1) == 1
+        num_chunks = -(-vocab // _CHUNK)
+        values = torch.empty(rows, num_chunks, dtype=torch.float32, device=scores.device)
+        tokens = torch.empty(rows, num_chunks, dtype=torch.int32, device=scores.device)
+        out = torch.empty(rows, dtype=torch.int64, device=scores.device)
+        PICK_CHUNK.run(
+            (rows, num_chunks, 1),
+            scores, idx_mapping, seq_lens, sampling.temperature, sampling.seed, values, tokens,
+            vocab, scores.stride(0), num_chunks, CHUNK=_CHUNK,
+        )  # fmt: skip
+        PICK_ROW.run((rows, 1, 1), values, tokens, out, num_chunks, CHUNKS=1 << (num_chunks - 1).bit_length(), num_warps=1)
+        return out
 
     def sample(self, logits: torch.Tensor, slots: RequestSlots, buffers: InputBuffers, sampling: RowSampling, state: DecodeState) -> None:
         rows, vocab = logits.shape

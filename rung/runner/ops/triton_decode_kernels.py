@@ -9,6 +9,9 @@ import triton.language as tl
 
 from rung.runner.ops.triton_step_kernels import unspecialised
 
+# Of `sampler.failures`
+NAN_TOKEN = tl.constexpr(-2)
+NOTHING_ALLOWED_TOKEN = tl.constexpr(-3)
 # Of `sampler.noise`: the finaliser of SplitMix64.
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -63,15 +66,13 @@ def _gumbel(stream, tokens):
     return -tl.log(tail)
 
 
-@unspecialised
-def sample_chunk_kernel(
-    logits, idx_mapping, seq_lens, temperatures, seeds, step, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
+@triton.jit
+def _sample_chunk(
+    logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
 ):
-    """The best token of one chunk of a row's vocabulary. Grid: (rows, chunks)."""
+    """The best token of one chunk of a row's vocabulary, or a mark when the chunk holds a NaN."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    if (row == 0) & (chunk == 0):
-        tl.store(step, tl.load(step) + 1)
     slot = tl.load(idx_mapping + row)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token < vocab
@@ -81,11 +82,52 @@ def sample_chunk_kernel(
         seed = tl.load(seeds + slot, mask=slot >= 0, other=0).to(tl.uint64)
         position = tl.load(seq_lens + row).to(tl.uint64)
         score = score / temperature + _gumbel(_mix(_mix(seed) + position * GAMMA), token)
-    score = tl.where(score != score, float("inf"), score)  # as torch does: a NaN wins
-    score = tl.where(inside, score, float("-inf"))
+    has_nan = tl.max((inside & (score != score)).to(tl.int32), axis=0) > 0
+    score = tl.where(inside & (score == score), score, float("-inf"))
     best = tl.argmax(score, axis=0, tie_break_left=True)
     tl.store(best_value + row * num_chunks + chunk, tl.max(score, axis=0))
-    tl.store(best_token + row * num_chunks + chunk, chunk * CHUNK + best)
+    tl.store(best_token + row * num_chunks + chunk, tl.where(has_nan, NAN_TOKEN, chunk * CHUNK + best))
+
+
+@triton.jit
+def _sample_row(best_value, best_token, num_chunks, CHUNKS: tl.constexpr):
+    """The best token of a row over its chunks, or a mark."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    values = tl.load(best_value + row * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
+    tokens = tl.load(best_token + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
+    best = tl.argmax(values, axis=0, tie_break_left=True)
+    token = tl.load(best_token + row * num_chunks + best).to(tl.int64)
+    token = tl.where(tl.max(values, axis=0) == float("-inf"), NOTHING_ALLOWED_TOKEN, token)
+    return tl.where(tl.min(tokens, axis=0) < 0, NAN_TOKEN, token)
+
+
+@unspecialised
+def sample_chunk_kernel(
+    logits, idx_mapping, seq_lens, temperatures, seeds, step, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
+):
+    """One chunk of a row's vocabulary; the first one counts the step. Grid: (rows, chunks)."""
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(step, tl.load(step) + 1)
+    _sample_chunk(
+        logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK
+    )  # fmt: skip
+
+
+@unspecialised
+def pick_chunk_kernel(
+    logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
+):
+    """The same outside of a decode graph. Grid: (rows, chunks)."""
+    _sample_chunk(
+        logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK
+    )  # fmt: skip
+
+
+@unspecialised
+def pick_row_kernel(best_value, best_token, out, num_chunks, CHUNKS: tl.constexpr):
+    """The best token of a row over its chunks, or a mark. Grid: rows."""
+    tl.store(out + tl.program_id(0), _sample_row(best_value, best_token, num_chunks, CHUNKS))
 
 
 @unspecialised
@@ -99,15 +141,13 @@ def sample_row_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(enabled) == 0:
         return
-    chunk = tl.arange(0, CHUNKS)
-    values = tl.load(best_value + row * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
-    best = tl.argmax(values, axis=0, tie_break_left=True)
-    token = tl.load(best_token + row * num_chunks + best).to(tl.int64)
+    marked = _sample_row(best_value, best_token, num_chunks, CHUNKS)
+    token = tl.maximum(marked, 0)
     slot = tl.load(idx_mapping + row)
     valid = slot >= 0
     wanted = valid & (tl.load(seq_lens + row) >= tl.load(prefill_len + slot, mask=valid, other=0))
     place = (tl.load(step) % history_rows) * history_stride + row
-    tl.store(history + place, tl.where(wanted, token, -1))
+    tl.store(history + place, tl.where(wanted, marked, -1))
     computed = tl.load(num_computed_tokens + slot, mask=valid, other=0)
     tl.store(num_computed_tokens + slot, computed + 1, mask=valid)
     tl.store(last_sampled_tokens + slot, token, mask=wanted)
@@ -115,4 +155,5 @@ def sample_row_kernel(
     tl.store(all_token_ids + slot * ids_stride + column, token.to(tl.int32), mask=wanted & (column < max_model_len))
     tl.store(total_len + slot, column + 1, mask=wanted)
     stops = tl.load(stop_ids + slot * STOPS + tl.arange(0, STOPS), mask=wanted, other=-1)
-    tl.store(idx_mapping + row, slot * 0 - 1, mask=wanted & (tl.sum((stops == token).to(tl.int32), axis=0) > 0))
+    ended = (tl.sum((stops == token).to(tl.int32), axis=0) > 0) | (marked < 0)
+    tl.store(idx_mapping + row, slot * 0 - 1, mask=wanted & ended)

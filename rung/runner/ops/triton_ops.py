@@ -24,7 +24,9 @@ GATHER_BLOCK_TABLE = TritonLauncher(_KERNELS, "gather_block_table_kernel")
 SLOT_MAPPING = TritonLauncher(_KERNELS, "slot_mapping_kernel")
 NUM_SAMPLED = TritonLauncher(_KERNELS, "num_sampled_kernel")
 ADVANCE = TritonLauncher(_KERNELS, "advance_kernel")
+APPLY_BITMASK = TritonLauncher("rung.runner.ops.triton_bitmask_kernels", "bitmask_kernel")
 
+_WORDS = 32  # words of a grammar mask a program
 _BLOCK = 128  # rows a program; also columns, where rows are wide
 
 
@@ -145,4 +147,12 @@ class TritonStepOps(StepOps):
             idx_mapping, query_start_loc, sampled, num_sampled,
             slots.num_computed_tokens_storage, slots.total_len_storage, slots.last_sampled_storage, ids,
             num_requests, slots.max_model_len, ids.stride(0), BLOCK=_BLOCK,
+        )  # fmt: skip
+
+    def apply_bitmask(self, logits: torch.Tensor, bits: torch.Tensor, bits_rows: torch.Tensor) -> None:
+        rows, vocab = logits.shape
+        assert logits.stride(1) == bits.stride(1) == 1
+        APPLY_BITMASK.run(
+            (rows, -(-vocab // (_WORDS * 32)), 1),
+            logits, bits, bits_rows, vocab, logits.stride(0), bits.stride(0), WORDS=_WORDS,
         )  # fmt: skip

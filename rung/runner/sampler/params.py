@@ -3,48 +3,116 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from rung.errors import SamplingParamsError
+from rung.runner.grammar.base import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Validated when built; raises `SamplingParamsError`."""
+    """Validated when built; raises `SamplingParamsError`. Token ids are held against the vocabulary when a request is admitted.
+
+    The filters are applied in this order: grammar, allowed ids and minimum length, bias, penalties, bad words, temperature, min-p, top-k,
+    top-p. Log-probabilities are those of the model, before any of them."""
 
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # sample from the k most likely tokens; 0: all
     top_p: float = 1.0  # sample from the most likely tokens that together have this probability
+    min_p: float = 0.0  # sample from tokens that have at least this part of the best one's probability
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # the same, times how often they are in it
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in prompt or output
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added to logits, by token id
+    allowed_token_ids: Collection[int] | None = None  # nothing else is sampled
+    bad_words: Sequence[Sequence[int]] = ()  # token sequences that the output will not contain
+    min_tokens: int = 0  # end and stop tokens are not sampled before so many output tokens
     seed: int | None = None  # None: drawn when the request is admitted
     max_tokens: int | None = None  # output tokens; None: until the context is full
     stop: Sequence[str] = ()  # text that ends the output and is not part of it
     stop_token_ids: Collection[int] = frozenset()  # beside the model's own end tokens
     ignore_eos: bool = False  # do not stop at the model's end tokens
+    logprobs: int | None = None  # log-probabilities of so many most likely tokens, and of the sampled one
+    prompt_logprobs: int | None = None  # the same at every position of the prompt
+    grammar: Grammar | None = None  # what the output's text must be
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.stop, Sequence), "stop", self.stop, "a text or a list of texts")
-        _require(isinstance(self.stop_token_ids, Collection), "stop_token_ids", self.stop_token_ids, "a collection of integers")
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+        self._normalise()
         _require(_is_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "a number of at least 0")
-        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer of at least 0 (0: all tokens)")
+        _require(_is_count(self.top_k), "top_k", self.top_k, "an integer of at least 0 (0: all tokens)")
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        _require(self.seed is None or _is_int(self.seed), "seed", self.seed, "an integer")
-        in_range = self.seed is None or -(2**63) <= self.seed < 2**63
-        _require(in_range, "seed", self.seed, "an integer of 64 bits")
+        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_is_number(value) and -2 <= value <= 2, name, value, "a number in [-2, 2]")
+        penalty = self.repetition_penalty
+        _require(_is_number(penalty) and penalty > 0, "repetition_penalty", penalty, "a number above 0")
+        _require(all(map(_is_number, self.logit_bias.values())), "logit_bias", dict(self.logit_bias), "a mapping from token ids to numbers")
+        _require(self.allowed_token_ids is None or bool(self.allowed_token_ids), "allowed_token_ids", [], "a list that is not empty")
+        _require(all(self.bad_words), "bad_words", self.bad_words, "token sequences that are not empty")
+        _require(self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63), "seed", self.seed, "an integer of 64 bits")
         count = self.max_tokens
         _require(count is None or (_is_int(count) and count >= 1), "max_tokens", count, "an integer of at least 1")
+        limit = "an integer of at least 0" if count is None else f"an integer in [0, max_tokens={count}]"
+        _require(_is_count(self.min_tokens) and (count is None or self.min_tokens <= count), "min_tokens", self.min_tokens, limit)
         _require(all(isinstance(text, str) and text for text in self.stop), "stop", self.stop, "texts that are not empty")
-        _require(all(_is_int(token) for token in self.stop_token_ids), "stop_token_ids", set(self.stop_token_ids), "integers")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or _is_count(value), name, value, "an integer of at least 0 (0: the token's own)")
+        _require(self.grammar is None or isinstance(self.grammar, Grammar), "grammar", self.grammar, "a rung.runner.Grammar")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    def token_ids(self) -> dict[str, set[int]]:
+        """All token ids in these parameters, by the name of the parameter."""
+        return {
+            "logit_bias": set(self.logit_bias),
+            "allowed_token_ids": set(self.allowed_token_ids or ()),
+            "bad_words": {token for word in self.bad_words for token in word},
+            "stop_token_ids": set(self.stop_token_ids),
+        }
+
+    def _normalise(self) -> None:
+        """Collections of our own, so that nobody changes them later."""
+        _require(isinstance(self.stop, Sequence), "stop", self.stop, "a text or a list of texts")
+        _require(_is_collection(self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "a collection of integers")
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping from token ids to numbers")
+        words = self.bad_words
+        nested = _is_collection(words) and all(_is_collection(word) for word in words)
+        _require(nested, "bad_words", words, "a list of token sequences, such as [[5], [7, 8]]")
+        allowed = self.allowed_token_ids
+        _require(allowed is None or _is_collection(allowed), "allowed_token_ids", allowed, "a collection of integers")
+        values: dict[str, Any] = {
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            "bad_words": tuple(tuple(word) for word in self.bad_words),
+            "logit_bias": dict(self.logit_bias),
+            "allowed_token_ids": None if allowed is None else frozenset(allowed),
+            "stop_token_ids": frozenset(self.stop_token_ids),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        for name, ids in self.token_ids().items():
+            _require(all(map(_is_int, ids)), name, ids, "integers")
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return _is_int(value) and value >= 0  # type: ignore[operator]
+
+
+def _is_collection(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str)
 
 
 def _is_number(value: object) -> bool:

@@ -243,3 +243,12 @@ def watch_preemptions(scheduler: Scheduler) -> list[str]:
 
     scheduler.schedule = watched  # type: ignore[method-assign]
     return preempted
+
+
+def test_log_probabilities_of_a_prompt_need_every_row_of_it() -> None:
+    engine, _ = make_engine(TinyModel(), max_num_tokens=32, block_size=BLOCK)
+    prompt = list(range(13))
+    first = engine.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=1))[0].prompt_logprobs
+    assert first is not None
+    assert engine.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=1))[0].prompt_logprobs == first
+    assert len(first) == len(prompt)

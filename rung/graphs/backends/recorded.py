@@ -1,8 +1,8 @@
 """Graphs without a GPU: calls are recorded at the launch boundary and replayed without the Python code that made them.
 
-A call is an ATen operation, a whole compiled piece, whose kernels torch cannot see, or a Triton kernel of ours in the interpreter. Host values are frozen, tensors are kept by storage,
-and results land at the addresses of the capture, so what would be stale on CUDA is stale here. Two things differ: a capture executes its
-work once, and memory that eager code reads through numpy or ctypes is invisible.
+A call is an ATen operation, a whole compiled piece, whose kernels torch cannot see, or a Triton kernel of ours in the interpreter. Host
+values are frozen, tensors are kept by storage, and results land at the addresses of the capture, so what would be stale on CUDA is stale
+here. Two things differ: a capture executes its work once, and memory that eager code reads through numpy or ctypes is invisible.
 """
 
 from __future__ import annotations

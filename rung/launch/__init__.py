@@ -8,7 +8,7 @@ from rung.launch.driver import CudaDriver, Driver, LaunchAttributes
 from rung.launch.image import KernelImage, Parameter, Scratch
 from rung.launch.kernel import LoadedKernel, PreboundKernel, torch_scratch
 from rung.launch.triton_export import export_triton
-from rung.launch.triton_launcher import TritonLauncher, launch_road
+from rung.launch.triton_launcher import TritonLauncher, launch_road, watched_launches
 
 __all__ = [
     "CudaDriver",
@@ -23,4 +23,5 @@ __all__ = [
     "export_triton",
     "launch_road",
     "torch_scratch",
+    "watched_launches",
 ]

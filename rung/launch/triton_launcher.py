@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from rung import config
@@ -18,6 +19,10 @@ from rung.launch.specialise import generate_run, specialise
 from rung.launch.triton_images import TritonImages
 from rung.torch_compat import TritonParameter, triton_interpreted, why_no_triton_export
 
+# Who is given the launches of Triton's own road instead of Triton: a backend that records work without a GPU.
+watched_launches: ContextVar[Callable[[Any, tuple[int, int, int], Sequence[Any], Mapping[str, Any]], None] | None] = ContextVar(
+    "rung_watched_launches", default=None
+)
 _MAX_KEYS = 4096  # integers enter the key as they are, and a caller's may be endless; images do not multiply with them
 
 
@@ -82,7 +87,11 @@ class TritonLauncher:
         kernel = self.images.kernel()
 
         def run(grid: tuple[int, int, int], *values: Any, **named: Any) -> None:
-            kernel[grid](*values, **named)
+            watch = watched_launches.get()
+            if watch is None:
+                kernel[grid](*values, **named)
+            else:
+                watch(kernel, grid, values, named)
 
         return run
 

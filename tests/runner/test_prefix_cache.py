@@ -166,6 +166,24 @@ def test_replaced_weights_empty_the_cache() -> None:
     assert enters(scheduler, range(9)).num_computed_tokens == 0
 
 
+def test_log_probabilities_of_a_prompt_need_all_of_it_computed() -> None:
+    scheduler = scheduler_of()
+    serve(scheduler, range(9))
+    asks = request("b", range(9))
+    asks.sampling = SamplingParams(prompt_logprobs=1)
+    scheduler.add(asks)
+    assert [new.num_computed_tokens for new in scheduler.schedule().new_requests] == [0]
+
+
+def test_a_row_that_could_not_be_sampled_leaves_no_block_behind() -> None:
+    """Its keys and values may be the reason."""
+    scheduler = scheduler_of()
+    scheduler.add(request("a", range(9)))
+    scheduler.schedule()
+    scheduler.update(ModelRunnerOutput(request_ids=("a",), sampled_token_ids=((),), errors={"a": "NaN"}))
+    assert enters(scheduler, range(9)).num_computed_tokens == 0
+
+
 def test_switched_off_nothing_is_found_or_counted() -> None:
     scheduler = scheduler_of(prefix_cache=False)
     serve(scheduler, range(9))

@@ -11,6 +11,7 @@ import torch
 from rung.compile.bound import BoundStep
 from rung.errors import InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
+from rung.graphs.backends.capture_stream import capture_stream
 from rung.graphs.backends.cuda_order import CudaStepOrder
 from rung.graphs.backends.driver import count_captured_nodes, upload_graph, why_no_driver
 from rung.graphs.backends.finalisers import finalise, finalisers_parked
@@ -137,7 +138,8 @@ class CudaBackend(GraphBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._stream = torch.cuda.Stream(device)
+        self._shared = capture_stream(device)
+        self._stream = self._shared.stream
 
     def why_no_nodes(self) -> str | None:
         return why_no_driver()
@@ -157,7 +159,7 @@ class CudaBackend(GraphBackend):
         if outer == self._stream:
             yield
             return
-        with finalisers_parked():
+        with self._shared.lock, finalisers_parked():
             self._stream.wait_stream(outer)
             try:
                 with torch.cuda.device(self.device), torch.cuda.stream(self._stream):

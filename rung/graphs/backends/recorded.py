@@ -1,14 +1,14 @@
 """Graphs without a GPU: calls are recorded at the launch boundary and replayed without the Python code that made them.
 
-A call is an ATen operation, or a whole compiled piece, whose kernels torch cannot see. Host values are frozen, tensors are kept by storage,
-and results land at the addresses of the capture, so what would be stale on CUDA is stale here. Two things differ: a capture executes its
-work once, and memory that eager code reads through numpy or ctypes is invisible.
+A call is an ATen operation, a whole compiled piece, whose kernels torch cannot see, or a Triton kernel of ours in the interpreter. Host
+values are frozen, tensors are kept by storage, and results land at the addresses of the capture, so what would be stale on CUDA is stale
+here. Two things differ: a capture executes its work once, and memory that eager code reads through numpy or ctypes is invisible.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -20,12 +20,14 @@ from rung.errors import CaptureError, InternalError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool, NodeCounts
 from rung.graphs.backends.recorded_memory import RecordedPool, alias_of, plain_tensors, storage_key
 from rung.graphs.device_reads import waits_for_device
+from rung.launch import watched_launches
 from rung.torch_compat import (
     TorchDispatchMode,
     call_device_kernel,
     generator_key,
     is_python_op,
     map_tensors,
+    no_dispatch_modes,
     storage_use_count,
     tree_leaves,
 )
@@ -120,6 +122,13 @@ class _Recorder(TorchDispatchMode):
         self._graph.records.append(record)
         return outputs
 
+    def launch(self, kernel: Any, grid: tuple[int, int, int], values: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """A kernel of ours, which Triton's interpreter runs, is one call too."""
+        record = Record(_launch, (kernel, grid, self._freeze(list(values)), dict(named)), {})
+        with no_dispatch_modes():  # what the interpreter does with its arguments is not the kernel's work
+            _launch(kernel, grid, values, named)
+        self._graph.records.append(record)
+
     def _check(self, func: Any, args: Any, keywords: dict[str, Any]) -> None:
         if waits_for_device(func, args, keywords):
             raise CaptureError(
@@ -186,7 +195,7 @@ class RecordedBackend(GraphBackend):
         index = pool.begin_graph()
         graph = RecordedGraph(pool, index)
         recorder = _Recorder(pool, index, graph, generators)
-        token = _open.set(recorder)
+        token, watched = _open.set(recorder), watched_launches.set(recorder.launch)
         try:
             with recorder:
                 yield graph
@@ -196,6 +205,7 @@ class RecordedBackend(GraphBackend):
             raise
         finally:
             _open.reset(token)
+            watched_launches.reset(watched)
         graph.finish()
 
     def call_piece(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
@@ -228,6 +238,10 @@ def _without_autocast() -> AbstractContextManager[Any]:
 
 def _call_piece(call: Callable[[list[Any]], Sequence[Any]], arguments: Sequence[Any]) -> list[Any]:
     return list(call(list(arguments)))
+
+
+def _launch(kernel: Any, grid: tuple[int, int, int], values: Sequence[Any], named: Mapping[str, Any]) -> None:
+    kernel[grid](*values, **named)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -9,10 +9,8 @@ from functools import lru_cache
 
 from rung.graphs.descriptor import Descriptor, GraphMode, Shape, exact, misfit, nearest_misfit, wastes
 from rung.graphs.ladder import DEFAULT_MAX_WASTE, check_max_waste
-from rung.graphs.planned import ResolvedMode, capture_order, plan_descriptors, resolve_mode
+from rung.graphs.planned import ResolvedMode
 from rung.graphs.reasons import Reason
-
-__all__ = ["Dispatch", "Dispatcher", "ResolvedMode", "capture_order", "plan_descriptors", "resolve_mode"]
 
 REMEMBERED = 4096  # shapes whose decision is kept: the decodes of any runner, and the mixed batches of a while
 

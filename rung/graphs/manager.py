@@ -18,11 +18,12 @@ from rung.graphs.buffers import StaticBuffer
 from rung.graphs.capture_report import CaptureReport
 from rung.graphs.capturing import Capturing, Order
 from rung.graphs.descriptor import Descriptor, GraphMode
-from rung.graphs.dispatch import Dispatch, capture_order
+from rung.graphs.dispatch import Dispatch
 from rung.graphs.guard import Addresses, AddressGuard
 from rung.graphs.memory import MemoryModel, MemoryReport
 from rung.graphs.memory_budget import MemoryBudget
 from rung.graphs.outputs import Outputs
+from rung.graphs.planned import capture_order
 from rung.graphs.process import HomeProcess
 from rung.graphs.program import ReplayProgram
 from rung.graphs.ranges import Ranges

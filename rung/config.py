@@ -6,7 +6,7 @@ Precedence: argument, then environment, then default. Only the variables of `VAR
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,8 @@ class CompileConfig:
         if self.pad and self.graphs == "none":
             raise ConfigError("pad has no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
         names = {name for dims in (self.dynamic or {}).values() for name in dims.values()}
+        for given in self.capture_sizes.values() if isinstance(self.capture_sizes, Mapping) else (self.capture_sizes,):
+            _sizes("capture_sizes", given)
         unknown = [name for name in self.pad if self.dynamic is not None and name not in names]
         if isinstance(self.capture_sizes, Mapping):
             other = [name for name in self.capture_sizes if self.dynamic is not None and name not in names]
@@ -96,6 +98,15 @@ class CompileConfig:
                 raise ConfigError(f"capture_sizes names {other[0]!r}, which is no dynamic dimension", hint=f"dynamic names {sorted(names)}")
         if unknown:
             raise ConfigError(f"pad names {unknown[0]!r}, which is no dynamic dimension", hint=f"dynamic names {sorted(names)}")
+
+
+def _sizes(field_name: str, value: object) -> None:
+    """A list with entries, or None. The entries themselves are the ladder's matter."""
+    if value is not None and (isinstance(value, str) or not isinstance(value, Iterable) or not list(value)):
+        raise ConfigError(
+            f"{field_name} must be a list of at least one size, got {value!r}",
+            hint='for example (1, 8, 64); graphs="none" captures nothing, None leaves the sizes to rung',
+        )
 
 
 def _one_of(field_name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -15,6 +15,10 @@ BAD: list[dict[str, Any]] = [
     {"maximum": 0},
     {"max_variants": 0},
     {"pad": ("rows",)},
+    {"capture_sizes": 5, "graphs": "full"},
+    {"capture_sizes": "5", "graphs": "full"},
+    {"capture_sizes": (), "graphs": "full"},
+    {"capture_sizes": {"rows": ()}, "graphs": "full"},
     {"pad": ("rows",), "graphs": "full", "dynamic": {"x": {0: "tokens"}}},
 ]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -45,6 +47,15 @@ def test_replay_runs_the_bytecode_around_a_stand_in() -> None:
     marker = torch.ones(1)
     replay = captured(torch.zeros(3, 4)).replay(lambda *_: [marker])
     assert replay(torch.zeros(3, 4), 2.0) is marker
+
+
+def test_a_trace_keeps_no_weak_reference_to_a_weight() -> None:
+    module = torch.nn.Linear(4, 4)
+    kept = torch_compat.capture_graph(module.forward, (torch.zeros(3, 4),), {})
+    assert len(kept.sources) == 3
+    del kept
+    gc.collect()
+    assert weakref.getweakrefs(module.weight) == []
 
 
 def test_function_without_tensor_ops() -> None:

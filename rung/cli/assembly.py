@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -44,7 +44,7 @@ def open_decoder(name: str, dtype: torch.dtype, device: torch.device, *, shapes:
     return Decoder(name=name, module=loaded.module, config=loaded.config, tokenizer=loaded.optional_tokenizer, generation=loaded.generation)
 
 
-def sampling(decoder: Decoder, asked: Mapping[str, Any], json_schema: IO[str] | None) -> dict[str, Any]:
+def sampling(decoder: Decoder, asked: Mapping[str, Any], json_schema: str | None) -> dict[str, Any]:
     """Arguments of `SamplingParams`: the model's own, and over them what was asked for."""
     found = {**sampling_defaults(decoder.generation), **asked}
     if json_schema is not None:
@@ -54,7 +54,7 @@ def sampling(decoder: Decoder, asked: Mapping[str, Any], json_schema: IO[str] | 
                 f"{decoder.name} has no tokenizer, so its tokens have no text that a schema could hold", hint="leave out --json-schema"
             )
         compiler = GrammarCompiler(tokenizer.backend, vocab_size=decoder.config.vocab_size, stop_ids=tokenizer.stop_ids)
-        found["grammar"] = compiler.json_schema(json_schema.read())
+        found["grammar"] = compiler.json_schema(json_schema)
     return found
 
 

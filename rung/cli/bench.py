@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from rung.cli.command import Command
+from rung.cli.files import check_writable, write_text
 from rung.cli.options import device_options, integers, resolve_device, resolve_dtype
 from rung.errors import ConfigError
 
@@ -67,8 +68,9 @@ def bench(
     For a language model a step is one decode step of a batch: schedule, inputs, forward, logits, greedy sampling, ids on the host. Times
     are medians over interleaved rounds; step counts to the result, host until everything is enqueued, device between events, busy adds up
     the kernels."""
-    from rung.cli.targets import InputBuilder, import_object, is_module_target, module_of
+    from rung.cli.targets import is_module_target, open_module
 
+    check_writable(out, "--out")
     place = resolve_device(device)
     on_gpu = place.type == "cuda"
     sizes = sizes or ((1, 8, 64, 256) if on_gpu else (1, 4))
@@ -77,12 +79,7 @@ def bench(
     if is_module_target(target):
         from rung.cli.bench_module import ModuleBench
 
-        if inputs is None:
-            raise ConfigError(f"{target} needs --inputs", hint="name a function that takes a size and returns the arguments of forward")
-        module = module_of(target)
-        if dtype != "auto":
-            module = module.to(resolve_dtype(dtype, place))
-        build = InputBuilder(import_object(inputs, "--inputs"), place)
+        module, build = open_module(target, inputs, None if dtype == "auto" else resolve_dtype(dtype, place), place)
         work = ModuleBench(module, build, sizes, modes, repeats=repeats, sets=sets, device=place)
     else:
         from rung.cli.assembly import open_decoder
@@ -97,12 +94,12 @@ def bench(
         click.echo(f"size {size} ...", err=True)
         rows += [{"size": size, "mode": mode, **timing.as_json()} for mode, timing in work.run(size).items()]
     report = {**_setting(target, work, place), "rows": rows}
-    if out is not None:
-        out.write_text(json.dumps(report, indent=2) + "\n")
     if as_json:
         click.echo(json.dumps(report))
     else:
         _show(report, on_gpu)
+    if out is not None:
+        write_text(out, json.dumps(report, indent=2) + "\n", "--out")
 
 
 def _setting(target: str, work: Any, device: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import IO, Any
 import click
 
 from rung.cli.command import Command
+from rung.cli.files import check_writable, read_json_text, read_text
 from rung.cli.options import device_options, integers, resolve_device, resolve_dtype, sampling_options
 from rung.cli.phases import Phases
 
@@ -21,7 +22,7 @@ from rung.cli.phases import Phases
 @click.option(
     "--prompt-file",
     "files",
-    type=click.File(),
+    type=click.File(encoding="utf-8"),
     multiple=True,
     help="A file with one prompt; may be given several times, - reads the input.",
 )
@@ -69,11 +70,13 @@ def generate(
     """Answer PROMPTS with MODEL (a GGUF file, a transformers folder, or smollm2).
 
     Text goes to the output, everything else to the error stream. Several prompts run together and are printed one after the other."""
-    prompts += tuple(file.read().strip() for file in files)
+    prompts += tuple(read_text(file, "--prompt-file").strip() for file in files)
     if not prompts:
         if Path(model).suffix not in ("", ".gguf") or " " in model:
             raise click.UsageError(f"the first argument is the model; to ask {model!r}, write: rung generate smollm2 {model!r}")
         raise click.UsageError("no prompt: write rung generate MODEL PROMPT..., or use --prompt-file")
+    check_writable(step_trace, "--step-trace")
+    schema = None if json_schema is None else read_json_text(json_schema, "--json-schema")
     phases = Phases()
     with phases("import"):
         from rung.cli import assembly
@@ -86,7 +89,7 @@ def generate(
     place = resolve_device(device)
     with phases("load weights"):
         decoder = assembly.open_decoder(model, resolve_dtype(dtype, place), place)
-    params = SamplingParams(max_tokens=max_tokens, **assembly.sampling(decoder, asked, json_schema))
+    params = SamplingParams(max_tokens=max_tokens, **assembly.sampling(decoder, asked, schema))
     ids = [_encode(decoder, prompt, chat) for prompt in prompts]
     settings = assembly.runner_settings(mode, place) | _sizes(decoder, ids, max_tokens, max_model_len, place.type == "cuda")
     if capture_sizes is not None and settings["graphs"] != "none":

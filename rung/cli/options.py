@@ -41,7 +41,7 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--min-tokens", type=int, help="At least so many tokens before the answer may end."),
         click.option("--seed", type=int, help="Makes sampling repeatable."),
         click.option("--logprobs", type=int, help="With --json: log-probabilities of each token and of the N most likely ones."),
-        click.option("--json-schema", type=click.File(), help="Answers are JSON that this schema accepts; needs xgrammar."),
+        click.option("--json-schema", type=click.File(encoding="utf-8"), help="Answers are JSON that this schema accepts; needs xgrammar."),
     )
     for option in reversed(options):
         function = option(function)

@@ -42,9 +42,18 @@ def import_object(text: str, option: str) -> Any:
     return found
 
 
-def module_of(text: str) -> nn.Module:
-    """The `nn.Module` that a target names: an instance, or a class or function that builds one without arguments."""
+def open_module(text: str, inputs: str | None, dtype: torch.dtype | None, device: torch.device) -> tuple[nn.Module, InputBuilder]:
+    """The module that a target names, and the builder of its inputs. Raises `ConfigError`, before anything is built when one is missing."""
     found = import_object(text, "TARGET")
+    if inputs is None:
+        raise ConfigError(f"{text} needs --inputs", hint="name a function that takes a size and returns the arguments of forward")
+    build = InputBuilder(import_object(inputs, "--inputs"), device)
+    module = _module_of(found, text)
+    return (module if dtype is None else module.to(dtype)), build
+
+
+def _module_of(found: Any, text: str) -> nn.Module:
+    """The `nn.Module` that a target names: an instance, or a class or function that builds one without arguments."""
     if not isinstance(found, nn.Module) and callable(found):
         found = found()
     if not isinstance(found, nn.Module):

@@ -73,15 +73,11 @@ def verify(
 
 
 def _module(target: str, inputs: str | None, sizes: tuple[int, ...], dtype: str, place: Any, **options: Any) -> Any:
-    from rung.cli.targets import InputBuilder, import_object, module_of
+    from rung.cli.targets import open_module
     from rung.cli.verify_module import ModuleVerify
 
-    if inputs is None:
-        raise ConfigError(f"{target} needs --inputs", hint="name a function that takes a size and returns the arguments of forward")
-    module = module_of(target)
-    if dtype != "auto":
-        module = module.to(resolve_dtype(dtype, place))
-    return ModuleVerify(module, InputBuilder(import_object(inputs, "--inputs"), place), sizes, device=place, **options)
+    module, build = open_module(target, inputs, None if dtype == "auto" else resolve_dtype(dtype, place), place)
+    return ModuleVerify(module, build, sizes, device=place, **options)
 
 
 def _show(target: str, padding: str, checks: list[Any]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rung.compile.compiled import CompiledFunction
 from rung.config import CompileConfig
-from rung.errors import ConfigError
+from rung.errors import ConfigError, LadderError
 from rung.graphs.capture import has_host_breaks
 from rung.graphs.descriptor import GraphMode
 from rung.graphs.grid import Axis, Grid
@@ -20,6 +20,32 @@ def module_grid(compiled: CompiledFunction, config: CompileConfig, dims: Sequenc
     cut = mode is GraphMode.FULL and has_host_breaks(compiled)
     axes = [_axis(name, _given_sizes(config, dims, name), name in padded, compiled.plan.bounds.get(name)) for name in dims]
     return Grid(mode, axes, max_waste=config.max_waste, reason=Reason.HOST_BREAK if cut else Reason.BEST)
+
+
+def sizes_to_capture(
+    sizes: Sequence[int | Mapping[str, int]], dims: Sequence[str], bounds: Mapping[str, int | None]
+) -> list[Mapping[str, int]]:
+    """The size of each dimension by name. Raises `LadderError` for a number that no call can have, `ConfigError` for other names."""
+    if isinstance(sizes, str | Mapping) or not isinstance(sizes, Iterable) or not (given := list(sizes)):
+        raise LadderError(f"the sizes to capture are {sizes!r}, expected a list of at least one", hint="for example capture([1, 8, 64], x)")
+    found = []
+    for index, size in enumerate(given):
+        named = size if isinstance(size, Mapping) else {dims[0]: size}
+        if set(named) != set(dims):
+            raise ConfigError(
+                f"entry {index} of the sizes to capture names {sorted(map(str, named))}, this module has {list(dims)}",
+                hint="name every dimension",
+            )
+        for name, number in named.items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise LadderError(f"entry {index} of the sizes to capture is {number!r}, expected an integer >= 1", hint="drop it")
+            bound = bounds.get(name)
+            if bound is not None and number > bound:
+                raise LadderError(
+                    f"entry {index} of the sizes to capture is {number}, above the maximum {bound} of {name!r}", hint="drop it"
+                )
+        found.append(named)
+    return found
 
 
 def _mode(compiled: CompiledFunction, asked: str) -> GraphMode:

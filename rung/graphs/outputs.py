@@ -68,7 +68,8 @@ def copy_into(targets: Sequence[torch.Tensor | None], values: Sequence[Any]) -> 
     if len(targets) != len(values):
         raise InputMismatchError(f"{len(targets)} targets were given for {len(values)} outputs", hint="give one target, or None, an output")
     for index, (target, value) in enumerate(zip(targets, values, strict=True)):
-        if target is not None and (not isinstance(value, torch.Tensor) or (target.shape, target.dtype) != (value.shape, value.dtype)):
+        tensors = isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor)
+        if target is not None and not (tensors and (target.shape, target.dtype) == (value.shape, value.dtype)):
             raise InputMismatchError(
                 f"target {index} is {describe(target)}, the output is {describe(value)}", hint="give targets like the outputs"
             )

@@ -12,7 +12,6 @@ import torch
 from rung.compile.compiled import CompiledFunction
 from rung.config import CompileConfig
 from rung.counters import Counters
-from rung.errors import ConfigError
 from rung.graphs.backends import make_backend
 from rung.graphs.buffers import StaticBuffer
 from rung.graphs.capture_report import CaptureReport
@@ -22,7 +21,7 @@ from rung.graphs.guard import Addresses, module_tensors
 from rung.graphs.manager import GraphManager
 from rung.graphs.memory import MemoryReport
 from rung.graphs.memory_budget import MemoryBudget
-from rung.graphs.module_grid import module_grid
+from rung.graphs.module_grid import module_grid, sizes_to_capture
 from rung.graphs.module_io import buffer_specs, dimensions, fill, kept_state, refuse_written_inputs, written_weights
 from rung.graphs.module_padding import ModulePadding
 from rung.graphs.outputs import copy_into, output_tensors
@@ -121,10 +120,11 @@ class WrappedGraphs:
             return self.compiled.restore(self._padding.restore_sizes(flat, inputs), inputs)
 
     def capture(self, sizes: Sequence[int | Mapping[str, int]], inputs: Sequence[Any]) -> CaptureReport:
-        """Capture `sizes` now: numbers, or the size of each dimension by name. `inputs` are valid examples; they are repeated as needed."""
+        """Capture `sizes` now: numbers, or the size of each dimension by name. `inputs` are valid examples; they are repeated as needed.
+        Raises `LadderError` or `ConfigError` for a size that no call can have."""
         with self._lock:
             self._padding.refuse_unproved()
-            wanted = [self._named(size) for size in sizes]
+            wanted = sizes_to_capture(sizes, self.dims, self.compiled.plan.bounds)
             manager = self._manager_for({name: max(size[name] for size in wanted) for name in self.dims}, inputs)
             descriptors = [self.grid.descriptor(size) for size in wanted]
             for value, spec, buffer in zip(inputs, self._specs, manager.inputs, strict=True):
@@ -207,12 +207,6 @@ class WrappedGraphs:
         ladder = () if first.ladder is None else first.ladder.sizes
         maximum = self.compiled.plan.bounds.get(first.name)
         return StepLog(self.config.step_trace, graphs=self.grid.mode, ladder=ladder, maximum=maximum, max_waste=self.grid.max_waste)
-
-    def _named(self, size: int | Mapping[str, int]) -> Mapping[str, int]:
-        named = {self.dims[0]: size} if isinstance(size, int) else size
-        if set(named) != set(self.dims):
-            raise ConfigError(f"a size to capture names {sorted(named)}, this module has {list(self.dims)}", hint="name every dimension")
-        return named
 
     def _sizes(self, inputs: Sequence[Any]) -> dict[str, int]:
         sizes: dict[str, int] = {}

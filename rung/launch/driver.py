@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from rung.errors import BackendUnavailableError, LaunchError
+from rung.launch.grid import checked_grid
 from rung.torch_compat import raw_stream_calls
 
 _HINTS = {
@@ -156,11 +157,15 @@ class CudaDriver(Driver):
             nonlocal grid, on_stream
             # A field costs as much as a tenth of the launch, and most launches repeat the last one's.
             if (x, y, z) != grid:
-                config.gridDimX, config.gridDimY, config.gridDimZ = grid = (x, y, z)
+                grid = (0, 0, 0)  # a number that is refused leaves the fields half set
+                _ = x | y | z  # cuda-bindings would cut a float down, silently
+                config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+                grid = (x, y, z)
             if stream != on_stream:
                 config.hStream = on_stream = stream
             result = launch(config, function, table_address, 0)[0]
             if result:
+                checked_grid((x, y, z))  # the driver does not say what of a launch it does not accept
                 refuse("cuLaunchKernelEx", result)
 
         return launcher

@@ -88,8 +88,11 @@ class KernelImage:
         return _MAGIC + hashlib.sha256(body).digest() + body
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> KernelImage:
-        """The image of `to_bytes`. Raises `ArtifactError` when it is damaged or of another version."""
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> KernelImage:
+        """The image of `to_bytes`. Raises `ArtifactError` for what is no bytes, damaged, or of another version."""
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise ArtifactError(f"a kernel image is bytes, got {type(data).__name__}", hint="pass what to_bytes() gave")
+        data = bytes(data)
         start = len(_MAGIC) + _DIGEST_BYTES
         body = data[start:]
         if data[: len(_MAGIC)] != _MAGIC or hashlib.sha256(body).digest() != data[len(_MAGIC) : start]:

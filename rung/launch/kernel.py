@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 from rung.errors import KernelArgumentError, LaunchError
 from rung.launch.driver import Driver, LaunchAttributes
 from rung.launch.dtypes import accepts
+from rung.launch.grid import checked_grid
 from rung.launch.image import GLOBAL_SCRATCH, KernelImage, Parameter, Scratch
 from rung.launch.packing import ParameterBuffer
 
@@ -98,7 +99,11 @@ class PreboundKernel:
         )
 
     def set(self, index: int, value: Value) -> None:
-        """Replace argument `index`. Raises `KernelArgumentError` for a value, dtype or device that does not fit."""
+        """Replace argument `index`. Raises `KernelArgumentError` for an index, value, dtype or device that does not fit."""
+        if not 0 <= index < len(self._slots):
+            raise KernelArgumentError(
+                f"{self._loaded.image.entry} has no argument {index}, it takes {len(self._slots)}", hint="arguments count from 0"
+            )
         slot = self._slots[index]
         parameter = self._buffer.parameters[slot]
         self._buffer.set(slot, value if isinstance(value, int | float) else address_of(value, parameter, index, self._loaded.ordinal))
@@ -119,14 +124,14 @@ class PreboundKernel:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """The grid in clusters; with clusters of one block, as usual, in blocks. An empty one launches nothing."""
+        """The grid in clusters; with clusters of one block, as usual, in blocks. An empty one launches nothing. Setting it raises
+        `KernelArgumentError` for one that CUDA does not accept."""
         return self._grid
 
     @grid.setter
     def grid(self, grid: tuple[int, int, int]) -> None:
-        cluster = self._loaded.image.cluster
+        self._blocks = checked_grid(grid, self._loaded.image.cluster)
         self._grid = grid
-        self._blocks = grid[0] * cluster[0], grid[1] * cluster[1], grid[2] * cluster[2]
 
     def _lend_scratch(self, index: int, scratch: Scratch, blocks: int, stream: int) -> HasAddress:
         assert self._allocate is not None

@@ -15,6 +15,7 @@ _CODES = {
     "fp16": "e", "bf16": "H", "fp32": "f", "f32": "f", "fp64": "d",
 }  # fmt: skip
 _ADDRESS = "Q"
+_TRUTHS = ("i1", "u1")
 
 
 def code_of(parameter: Parameter) -> str:
@@ -53,7 +54,6 @@ class ParameterBuffer:
         self._addresses = (ctypes.c_void_p * max(1, len(listed)))(*listed)
         self._values = [parameter for parameter in self.parameters if not parameter.is_scratch]
         self.pack_into = self._all.pack_into  # (bytes, 0, *values): the fast way, which raises struct.error or OverflowError
-        self._has_bf16 = any(parameter.kind == "bf16" for parameter in self.parameters)
 
     @property
     def table_address(self) -> int:
@@ -61,40 +61,37 @@ class ParameterBuffer:
         return ctypes.addressof(self._addresses)
 
     def set_all(self, values: Sequence[float]) -> None:
-        """Write all values in order; addresses are ints."""
-        if self._has_bf16 and len(values) == len(self._values):
-            values = [bf16_bits(value) if p.kind == "bf16" else value for p, value in zip(self._values, values, strict=True)]
-        try:
-            self.pack_into(self.bytes, 0, *values)
-        except (struct.error, OverflowError):
-            self._explain(values)
-            raise
-
-    def set(self, index: int, value: float) -> None:
-        """Write parameter `index`."""
-        if self.parameters[index].kind == "bf16":
-            value = bf16_bits(value)
-        try:
-            self._each[index].pack_into(self.bytes, self.offsets[index], value)
-        except (struct.error, OverflowError) as error:
-            raise _misfit(index, self.parameters[index], value, error) from error
-
-    def _explain(self, values: Sequence[float]) -> None:
-        """Raise for the first value that does not fit."""
+        """Write all values in order; addresses are ints. Raises `KernelArgumentError` for their number, or one that does not fit."""
         if len(values) != len(self._values):
             names = ", ".join(parameter.name for parameter in self._values)
             raise KernelArgumentError(
                 f"{len(values)} values for {len(self._values)} parameters ({names})", hint="give one value for each parameter"
             )
-        for index, (parameter, value) in enumerate(zip(self._values, values, strict=True)):
-            try:
-                struct.pack("<" + code_of(parameter), value)
-            except (struct.error, OverflowError) as error:
-                raise _misfit(index, parameter, value, error) from error
+        slots = [index for index, parameter in enumerate(self.parameters) if not parameter.is_scratch]
+        for index, value in zip(slots, values, strict=True):
+            self.set(index, value)
+
+    def set(self, index: int, value: float) -> None:
+        """Write parameter `index`. Raises `KernelArgumentError` for a value that does not fit, and writes nothing then."""
+        parameter = self.parameters[index]
+        try:
+            self._each[index].pack_into(self.bytes, self.offsets[index], _code(parameter, value))
+        except (struct.error, OverflowError) as error:
+            raise KernelArgumentError(
+                f"argument {index} ({parameter.name}) is {_shown(value)}, which does not fit {parameter.kind}: {error}",
+                hint="pass a number of that kind, or export the kernel for the wider one",
+            ) from error
 
 
-def _misfit(index: int, parameter: Parameter, value: object, error: Exception) -> KernelArgumentError:
-    return KernelArgumentError(
-        f"argument {index} ({parameter.name}) is {value!r}, which does not fit {parameter.kind}: {error}",
-        hint="pass a number of that kind, or export the kernel for the wider one",
-    )
+def _code(parameter: Parameter, value: float) -> float:
+    """What `struct` is given for a value. Raises OverflowError or struct.error, as `struct` itself does."""
+    if parameter.kind == "bf16":
+        return bf16_bits(value)
+    if parameter.kind in _TRUTHS and value not in (0, 1):
+        raise OverflowError("expected 0 or 1")
+    return value
+
+
+def _shown(value: object) -> str:
+    """A value in an error message; Python refuses to write an integer of many thousand digits."""
+    return f"an integer of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 64 else repr(value)

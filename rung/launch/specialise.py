@@ -13,6 +13,7 @@ from typing import Any
 
 from rung.errors import KernelArgumentError
 from rung.launch.dtypes import kind_of_pointer
+from rung.launch.grid import checked_grid
 from rung.torch_compat import TritonParameter
 
 OPTIONS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "launch_pdl": False, "launch_cooperative_grid": False}
@@ -48,7 +49,9 @@ def _kind(parameter: TritonParameter, value: Any) -> tuple[str, int | None]:
         return "u1", None
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
-            raise KernelArgumentError(f"{parameter.name} is {value}, which has more than 64 bits", hint="pass a smaller number")
+            raise KernelArgumentError(
+                f"{parameter.name} is an integer of {value.bit_length()} bits, more than 64", hint="pass a smaller number"
+            )
         return "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64", value
     if isinstance(value, float):
         return "fp32", None
@@ -65,7 +68,7 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
     The key holds dtypes, devices and alignment of tensors, specialised integers as they are, constexprs and options; other numbers are not
     looked at before they are packed. `names` must give `find(key)`, `miss(key, values, constants, options)`, `current_device()`,
     `current_stream(ordinal)`, `elsewhere(ordinal, entry, grid)` for another device than the current one, and
-    `refused(ordinal, grid, entry, values, constants, options)` for numbers that do not fit the entry's parameters. An entry has
+    `refused(ordinal, grid, entry, values, constants, options)` for numbers that do not fit the entry's parameters or a grid. An entry has
     `lock`, `pack_into`, `bytes` and `launch(x, y, z, stream)`."""
     arguments = [p for p in parameters if not p.constexpr]
     constexprs = [p.name for p in parameters if p.constexpr]
@@ -90,7 +93,11 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
         f"def run(_grid, {', '.join(p.name for p in arguments)}, *, "
         + ", ".join([*constexprs, *(f"{name}={default!r}" for name, default in OPTIONS.items())])
         + "):",
-        "    _x, _y, _z = _grid",
+        "    try:",
+        "        _x, _y, _z = _grid",
+        "    except (TypeError, ValueError):",
+        "        _checked_grid(_grid)",
+        "        raise",
         "    if not (_x and _y and _z):",
         "        return",
         f"    _device = {tensors[0].name}.get_device()",
@@ -113,7 +120,8 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
         f"        _refused(_device, _grid, _entry, {given})",
     ]
     space: dict[str, Any] = {f"_{name}": value for name, value in names.items()}
-    space["_misfits"] = (struct.error, OverflowError)
+    space["_misfits"] = (struct.error, OverflowError, TypeError)  # of a number, or of the grid's, which cuda-bindings refuse
+    space["_checked_grid"] = checked_grid
     exec("\n".join(lines), space)
     run: Callable[..., None] = space["run"]
     return run

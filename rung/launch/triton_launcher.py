@@ -12,6 +12,7 @@ from rung import config
 from rung.cache import Store
 from rung.errors import KernelArgumentError, KernelExportError
 from rung.launch.driver import CudaDriver, Driver, Launcher, why_no_cuda_bindings
+from rung.launch.grid import checked_grid
 from rung.launch.image import GLOBAL_SCRATCH, PROFILE_SCRATCH, KernelImage, Parameter
 from rung.launch.kernel import LoadedKernel, launch_attributes
 from rung.launch.packing import ParameterBuffer
@@ -148,7 +149,8 @@ class TritonLauncher:
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        """A number did not fit: either it needs a wider parameter, which is another image, or it is of another type."""
+        """A number did not fit: one of the grid, or it needs a wider parameter, which is another image, or it is of another type."""
+        checked_grid(grid)
         for parameter, value in zip(entry.buffer.parameters, values, strict=False):
             if isinstance(value, float) and parameter.kind in ("i32", "i64", "u64"):
                 raise KernelArgumentError(f"{self.name}: {parameter.name} is {value}, and was an integer before", hint="pass an int")

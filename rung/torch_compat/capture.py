@@ -56,6 +56,7 @@ def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     names = output.output_graph.export_metadata.graph_input_idx_to_local_source
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [_source_name(names[i]) if i in names else f"?{node.name}" for i, node in enumerate(placeholders)]
+    _forget_real_tensors(placeholders)
     return Capture(
         graph_module=module,
         sources=sources,
@@ -65,6 +66,17 @@ def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         side_effects=tuple(side_effects),
         replay=lambda compiled: captured.forward_callable(compiled_fn=compiled, extra_globals=output.f_globals),
     )
+
+
+def _forget_real_tensors(placeholders: list[fx.Node]) -> None:
+    """Drop the weak references of a trace to the tensors that it saw; `torch.utils.swap_tensors` refuses a tensor that has any.
+
+    Without this they stay for good: torch's caches of methods of `ShapeEnv` keep every trace alive. Checked on torch 2.11 and 2.13; it can
+    go when those caches let a trace go."""
+    for mode in {node.meta["example_value"].fake_mode for node in placeholders if hasattr(node.meta.get("example_value"), "fake_mode")}:
+        describer = mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ PROBES = (
     "torch._dynamo.decorators.mark_unbacked",
     "torch._dynamo.exc.TorchDynamoException",
     "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._subclasses.meta_utils.MetaTensorDescriber",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv",
     "torch.fx.experimental.symbolic_shapes._constrain_range_for_size",
     "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",

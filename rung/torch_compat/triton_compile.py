@@ -78,6 +78,7 @@ def why_no_triton_export() -> str | None:
 
 def triton_parameters(kernel: Any) -> tuple[TritonParameter, ...]:
     """The parameters of a `@triton.jit` function, in order. Raises `KernelExportError` for a kind that needs more than these words."""
+    _check_jitted(kernel)
     for parameter in kernel.params:
         if not parameter.is_constexpr and parameter.annotation_type:
             raise KernelExportError(
@@ -87,6 +88,18 @@ def triton_parameters(kernel: Any) -> tuple[TritonParameter, ...]:
         TritonParameter(p.name, p.is_constexpr, not p.do_not_specialize, not (p.do_not_specialize or p.do_not_specialize_on_alignment))
         for p in kernel.params
     )
+
+
+def _check_jitted(kernel: Any) -> None:
+    try:
+        from triton import JITFunction
+    except ModuleNotFoundError:
+        raise KernelExportError("a kernel cannot be compiled: Triton is not installed", hint="pip install triton") from None
+    if not isinstance(kernel, JITFunction):
+        raise KernelExportError(
+            f"{getattr(kernel, '__name__', kernel)!r} is a {type(kernel).__name__}, expected a function under @triton.jit",
+            hint="pass the kernel itself; under @triton.autotune that is its attribute fn",
+        )
 
 
 def compile_triton(
@@ -100,6 +113,7 @@ def compile_triton(
     """Compile a `@triton.jit` function for a compute capability (90 for 9.0); needs no GPU.
 
     `signature` names the type of every parameter that is no constant ("*bf16", "i32", ...), `constants` the values of all others."""
+    _check_jitted(kernel)
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -67,6 +67,14 @@ def test_report_says_where_it_was_measured(rung: Rung, tmp_path: Path) -> None:
     assert {"versions", "command", "date"} <= set(report)
 
 
+def test_a_report_that_cannot_be_written_is_printed_all_the_same(rung: Rung) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    result = rung("bench", "tests.cli.targets:Scale", *ROWS, "--sizes", "2", "--modes", "eager", *QUICK, "--out", "/dev/full")
+    assert "--out: '/dev/full' cannot be written" in _last_error(result)
+    assert "one step, medians" in result.stdout
+
+
 def test_forward_that_cannot_be_traced_is_refused(rung: Rung) -> None:
     result = rung("bench", "tests.cli.targets:Branches", *ROWS, "--sizes", "4", "--modes", "compiled", *QUICK)
     assert "decides on the size" in _last_error(result)
@@ -88,6 +96,10 @@ def test_rows_that_mix_are_refused_when_padded(rung: Rung) -> None:
     [
         (("no/such/model",), "no/such/model"),
         (("tests.cli.targets:Scale",), "--inputs"),
+        (("os:nope",), "'os' has no 'nope'"),
+        (("nomod:x",), "'nomod' cannot be imported"),
+        (("tiny", "--out", "/nonexistent/x.json"), "--out: '/nonexistent/x.json' cannot be written: there is no folder"),
+        (("tiny", "--out", "/proc/version/x.json"), "there is no folder"),
         (("tests.cli.targets:Missing", *ROWS), "Missing"),
         (("tests.cli.nothing:Scale", *ROWS), "cannot be imported"),
         (("tests.cli.targets:NUMBER", *ROWS), "not an nn.Module"),

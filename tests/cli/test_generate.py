@@ -150,8 +150,31 @@ def test_an_answer_follows_a_json_schema(rung: Rung, model_folder: Path, tmp_pat
     completion = report["completions"][0]
     assert completion["finish_reason"] == "stop"
     assert isinstance(json.loads(completion["text"]), int)
-    schema.write_text("{nope")
+    schema.write_text('{"type": "nope"}')
     assert "JSON schema" in refused(rung("generate", model_folder, "hello", *SHORT, "--mode", "eager", "--json-schema", schema))
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "message"),
+    [
+        ("--json-schema", b"{nope", "is no JSON"),
+        ("--json-schema", b"", "is no JSON"),
+        ("--json-schema", b'{"title": "\xff"}', "is no text in UTF-8"),
+        ("--prompt-file", b"caf\xe9", "is no text in UTF-8"),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_refused_first(
+    rung: Rung, tmp_path: Path, option: str, content: bytes, message: str
+) -> None:
+    file = tmp_path / "given"
+    file.write_bytes(content)
+    stderr = refused(rung("generate", "no/such/model", "hello", option, file))
+    assert option in stderr
+    assert message in stderr
+
+
+def test_a_step_trace_that_cannot_be_written_is_refused_first(rung: Rung, tmp_path: Path) -> None:
+    assert "--step-trace" in refused(rung("generate", "no/such/model", "hello", "--step-trace", tmp_path / "none" / "steps.jsonl"))
 
 
 @pytest.mark.parametrize(("option", "value"), [("--min-p", 2), ("--repetition-penalty", 0), ("--min-tokens", 7), ("--logprobs", -1)])

@@ -84,6 +84,8 @@ def test_table_says_what_was_allowed(rung: Rung) -> None:
     ("arguments", "message"),
     [
         (("tests.cli.targets:Scale",), "--inputs"),
+        (("os:nope",), "'os' has no 'nope'"),
+        (("nomod:x",), "'nomod' cannot be imported"),
         (("tiny", "--inputs", "tests.cli.targets:rows"), "--inputs"),
         (("no/such/model",), "no/such/model"),
     ],

@@ -257,6 +257,33 @@ def test_combinations_are_captured_ahead_by_name() -> None:
     assert target.counters[Count.CAPTURES] == 1
 
 
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ([], r"are \[\], expected a list of at least one"),
+        (4, "are 4, expected a list"),
+        ("4", "are '4', expected a list"),
+        ([4, 0], "entry 1 of the sizes to capture is 0"),
+        ([4, 1.5], "entry 1 of the sizes to capture is 1.5"),
+        ([True], "entry 0 of the sizes to capture is True"),
+        ([4, 64], "entry 1 of the sizes to capture is 64, above the maximum 32 of 'rows'"),
+    ],
+)
+@pytest.mark.parametrize("pad", [(), ("rows",)])
+def test_sizes_that_no_call_can_have_are_not_captured(sizes: Any, text: str, pad: tuple[str, ...]) -> None:
+    target = graphed(twice, torch.randn(3, 4), pad=pad)
+    target.compiled.plan = dataclasses.replace(target.compiled.plan, bounds={"rows": 32})
+    with pytest.raises(LadderError, match=text):
+        target.capture(sizes, [torch.randn(3, 4)])
+    assert target.counters[Count.CAPTURES] == 0
+
+
+def test_a_size_to_capture_names_every_dimension() -> None:
+    target = graphed(framewise, torch.randn(3, 5, 4), dims=BATCH_FRAMES)
+    with pytest.raises(ConfigError, match=r"entry 0 of the sizes to capture names \['batch'\]"):
+        target.capture([4], [torch.randn(3, 5, 4)])
+
+
 def test_one_list_of_sizes_for_two_dimensions_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"capture_sizes is one list"):
         graphed(framewise, torch.randn(3, 5, 4), dims=BATCH_FRAMES, capture_sizes=(4, 8))

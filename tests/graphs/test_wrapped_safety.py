@@ -58,6 +58,22 @@ def test_a_target_of_another_shape_is_refused_and_nothing_is_written() -> None:
     assert torch.equal(y, torch.zeros(3, 4))
 
 
+@pytest.mark.parametrize("graphs", ["none", "full"])
+def test_a_target_that_is_no_tensor_is_refused(graphs: str) -> None:
+    module = wrapped(graphs=graphs)
+    with pytest.raises(InputMismatchError, match=r"target 0 is 'x', the output is torch.float32 \[3, 4\]"):
+        module.rung.into(["x", None, None])(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("graphs", ["none", "full"])
+def test_weights_may_be_swapped(graphs: str) -> None:
+    """`torch.utils.swap_tensors` refuses a tensor that anything refers to weakly."""
+    module, x = wrapped(graphs=graphs), torch.randn(3, 4)
+    module(x)
+    torch.utils.swap_tensors(module.linear.weight, nn.Parameter(torch.ones(4, 4), requires_grad=False))
+    torch.testing.assert_close(module(x)["y"], x.sum(1, keepdim=True).expand(3, 4) + module.linear.bias)
+
+
 @pytest.mark.parametrize("policy", ["clone", "borrow"])
 def test_an_output_that_is_an_argument_stays_the_callers(policy: str) -> None:
     """T29."""

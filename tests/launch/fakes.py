@@ -36,6 +36,7 @@ class FakeDriver(Driver):
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     refuse: int = 0  # the error of the next launch
     current: int = 0
+    strict: bool = False  # refuse numbers of a grid as `CudaDriver` does: those that are no unsigned 32 bits
 
     def capability(self, ordinal: int) -> int:
         return 90
@@ -70,6 +71,8 @@ class FakeDriver(Driver):
             if self.refuse:
                 code, self.refuse = self.refuse, 0
                 raise LaunchError("refused", code=code)
+            if self.strict and not 0 <= x | y | z < 2**32:
+                raise OverflowError("value too large to convert to unsigned int")
             parameters = self.images[function].parameters
             table = (ctypes.c_void_p * len(parameters)).from_address(table_address)
             read = tuple(ctypes.string_at(address or 0, p.size) for address, p in zip(table, parameters, strict=True))

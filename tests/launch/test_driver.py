@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rung.errors import BackendUnavailableError, LaunchError
+from rung.errors import BackendUnavailableError, KernelArgumentError, LaunchError
 from rung.launch import driver as driver_module
 from rung.launch.driver import CudaDriver, LaunchAttributes
 
@@ -153,6 +153,36 @@ def test_a_refused_launch(cuda: Cuda) -> None:
     with pytest.raises(LaunchError, match="cuLaunchKernelEx failed") as caught:
         launch(1, 1, 1, 0)
     assert caught.value.code == 1
+
+
+def test_a_grid_beyond_the_limits_is_named_when_the_driver_refuses_it(cuda: Cuda) -> None:
+    launch = CudaDriver().prepare("function", PLAIN, 0)
+    cuda.results["cuLaunchKernelEx"] = Result.INVALID_VALUE
+    with pytest.raises(KernelArgumentError, match="65536 blocks in y"):
+        launch(1, 65536, 1, 0)
+
+
+class StrictConfig(SimpleNamespace):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("gridDim") and value < 0:
+            raise OverflowError("can't convert negative value to unsigned int")
+        super().__setattr__(name, value)
+
+
+def test_after_a_grid_that_is_refused_the_last_one_is_set_again(cuda: Cuda) -> None:
+    cuda.CUlaunchConfig = StrictConfig
+    launch = CudaDriver().prepare("function", PLAIN, 0)
+    launch(2, 3, 4, 0)
+    with pytest.raises(OverflowError):
+        launch(5, -1, 1, 0)
+    launch(2, 3, 4, 0)
+    config = cuda.calls[-1][1]
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (2, 3, 4)
+
+
+def test_a_float_in_a_grid_is_not_cut_down(cuda: Cuda) -> None:
+    with pytest.raises(TypeError):
+        CudaDriver().prepare("function", PLAIN, 0)(1.5, 1, 1, 0)  # type: ignore[arg-type]
 
 
 def test_the_capability(cuda: Cuda) -> None:

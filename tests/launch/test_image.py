@@ -51,3 +51,13 @@ def test_arguments_leave_scratch_out() -> None:
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ArtifactError, match="'descriptor'"):
         Parameter("a", "descriptor")
+
+
+def test_a_view_of_bytes_is_read() -> None:
+    assert KernelImage.from_bytes(memoryview(FULL.to_bytes())) == FULL
+
+
+@pytest.mark.parametrize("value", [None, "text", 5])
+def test_what_is_no_bytes_is_refused(value: object) -> None:
+    with pytest.raises(ArtifactError, match="a kernel image is bytes"):
+        KernelImage.from_bytes(value)  # type: ignore[arg-type]

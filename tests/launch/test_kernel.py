@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -161,3 +162,38 @@ def test_an_image_loads_once_a_device() -> None:
     driver = driver_for(PLAIN)
     assert [LoadedKernel(PLAIN, ordinal, driver).ordinal for ordinal in (0, 1)] == [0, 1]
     assert [call[:2] for call in driver.calls] == [("load", 0), ("load", 1)]
+
+
+@pytest.mark.parametrize("index", [3, 99, -1])
+def test_an_argument_that_is_not_there_is_refused(index: int) -> None:
+    kernel, driver = bound(PLAIN, FakeTensor(4096), 7, 0.5)
+    with pytest.raises(KernelArgumentError, match=f"no argument {index}"):
+        kernel.set(index, 1)
+    kernel.launch(1)
+    assert driver.launches[0].parameters[2] == struct.pack("<f", 0.5)
+
+
+BAD_GRIDS = [(-1, 1, 1), (1, 1, -1), (1.0, 1, 1), (2**31, 1, 1), (1, 2**16, 1), (1, 1, 2**16), (1, 1), (1, 1, 1, 1), 7, ("1", "1", "1")]
+
+
+@pytest.mark.parametrize("grid", BAD_GRIDS)
+def test_a_grid_that_cuda_does_not_accept_is_refused(grid: Any) -> None:
+    with pytest.raises(KernelArgumentError, match="the grid"):
+        PreboundKernel(LoadedKernel(PLAIN, 0, driver_for(PLAIN)), (0, 1, 1.0), grid)
+    kernel, driver = bound(PLAIN, 0, 1, 1.0)
+    with pytest.raises(KernelArgumentError, match="the grid"):
+        kernel.grid = grid
+    kernel.launch(1)
+    assert driver.launches[0].grid == (2, 3, 4)
+
+
+def test_the_largest_grids_are_accepted() -> None:
+    kernel, driver = bound(PLAIN, 0, 1, 1.0)
+    kernel.grid = (2**31 - 1, 2**16 - 1, 2**16 - 1)
+    kernel.launch(1)
+    assert driver.launches[0].grid == kernel.grid
+
+
+def test_limits_of_a_grid_count_blocks_and_not_clusters() -> None:
+    with pytest.raises(KernelArgumentError, match=f"{2**31} blocks in x"):
+        PreboundKernel(LoadedKernel(image_of("i32", cluster=(2, 1, 1)), 0, driver_for()), (1,), (2**30, 1, 1))

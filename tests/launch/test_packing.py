@@ -78,7 +78,24 @@ def test_wrong_number_of_values() -> None:
         buffer_of("i32", "i32").set_all([1])
 
 
-@pytest.mark.parametrize(("kind", "value"), [("i32", 2**31), ("i64", 2**63), ("i32", 1.5), ("*fp32", -1), ("fp32", "x"), ("fp32", 1e300)])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("i32", 2**31),
+        ("i64", 2**63),
+        ("i32", 1.5),
+        ("*fp32", -1),
+        ("fp32", "x"),
+        ("fp32", 1e300),
+        ("bf16", 1e300),
+        ("bf16", 10**400),
+        ("bf16", "x"),
+        pytest.param("i64", 10**5000, id="a long integer"),
+        ("i1", 2),
+        ("i1", 255),
+        ("u1", -1),
+    ],
+)
 def test_a_value_that_does_not_fit_is_named(kind: str, value: float) -> None:
     with pytest.raises(KernelArgumentError, match=r"argument 1 \(p1\)"):
         buffer_of("i32", kind).set_all([1, value])

@@ -52,6 +52,14 @@ def test_a_kernel_that_does_not_compile_says_why(kernels: Any) -> None:
         export_triton(kernels.scale_kernel, TYPES, {"BLOCK": 63}, capability=90)
 
 
+@pytest.mark.parametrize("kernel", [lambda x: x, None, "scale_kernel"])
+def test_what_is_no_kernel_is_refused(kernel: Any) -> None:
+    with pytest.raises(KernelExportError, match=r"expected a function under @triton\.jit"):
+        export_triton(kernel, TYPES, {"BLOCK": 64}, capability=90)
+    with pytest.raises(KernelExportError, match=r"expected a function under @triton\.jit"):
+        triton_parameters(kernel)
+
+
 def test_annotated_parameters_are_refused(kernels: Any) -> None:
     with pytest.raises(KernelExportError, match="parameter factor"):
         triton_parameters(kernels.annotated_kernel)

@@ -168,6 +168,18 @@ def test_what_does_not_fit_is_refused(launcher: TritonLauncher, driver: FakeDriv
     assert len(driver.launches) == 1
 
 
+@pytest.mark.parametrize("grid", [(-1, 1, 1), (1.0, 1, 1), (2**32, 1, 1), (1, 1), (1, 1, 1, 1), 7])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_grid_that_cuda_does_not_accept_is_refused(launcher: TritonLauncher, driver: FakeDriver, grid: Any, first: bool) -> None:
+    driver.strict = True
+    if not first:
+        launcher.run((1, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+    with pytest.raises(KernelArgumentError, match="the grid"):
+        launcher.run(grid, X, OUT, 7, 3, 0.5, BLOCK=64)
+    launcher.run((2, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+    assert driver.launches[-1].grid == (2, 1, 1)
+
+
 @pytest.mark.parametrize("arguments", [(X, OUT, 7, 3), (X, OUT, 7, 3, 0.5, 64, 9)])
 def test_a_wrong_number_of_arguments(launcher: TritonLauncher, arguments: Any) -> None:
     for _ in range(2):  # the first call, and one of the generated function

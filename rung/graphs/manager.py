@@ -267,6 +267,7 @@ class GraphManager:
     def resume(self) -> CaptureReport:
         """Capture again what `suspend` freed; without it nothing is done. A failure is raised and leaves the rest captured."""
         with self._lock:
+            self.follow_addresses()  # may raise, and nothing is taken back then
             return self._capture(self._wanted.take_back(), model=self.memory_model)
 
     def recapture(self) -> CaptureReport:

@@ -346,7 +346,7 @@ def test_a_weight_replaced_while_suspended_raises_when_that_is_the_policy() -> N
     module, manager = bound_manager("raise")
     manager.suspend()
     set_parameter(module)
-    with pytest.raises(AddressChangedError, match="linear.weight"):
+    with pytest.raises(AddressChangedError, match=r"linear\.weight"):
         manager.resume()
     manager.recapture()
     x = data(4, 1)

@@ -218,10 +218,8 @@ class Engine:
         except Exception as error:  # the device's: it shows when the tokens are read
             raise self._fail(self.scheduler.fail(newest=False), error) from None
         assert output is not None
-        for request_id, (position, found) in output.prompt_logprobs.items():
-            if request_id in self._outputs:
-                known = self._outputs[request_id].prompt_logprobs
-                known += found[len(known) - position :]  # those computed again after a preemption are known
+        if output.prompt_logprobs:
+            self._keep_prompt_logprobs(output)
         updates = []
         for request, taken in self.scheduler.update(output):
             one = self._outputs[request.request_id]
@@ -229,6 +227,13 @@ class Engine:
                 one.error = output.errors.get(request.request_id)
             updates.append(self._update(one, taken, output.logprobs.get(request.request_id, ())))
         return updates
+
+    def _keep_prompt_logprobs(self, output: ModelRunnerOutput) -> None:
+        requests = self.scheduler.oldest_step()
+        for request_id, (position, found) in output.prompt_logprobs.items():
+            one = self._outputs.get(request_id)
+            if one is not None and one.request is requests[request_id]:
+                one.prompt_logprobs += found[len(one.prompt_logprobs) - position :]  # those computed again after a preemption are known
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> BaseException:
         """Give the failed requests their last updates."""

@@ -29,13 +29,14 @@ class NoModel(nn.Module):
         self.generator = torch.Generator().manual_seed(seed)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.randn(hidden.shape[0], VOCAB, generator=self.generator)
+        return torch.randn(hidden.shape[0], VOCAB, generator=self.generator).to(hidden.device)
 
 
 class PaddedForward(Forward):
     """Runs nothing; pads as graphs would, to multiples of 8, FULL for decodes. Once bound, decodes make their whole step themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
         self._decode: DecodeStep | None = None
 
     def bind_decode(self, decode: DecodeStep) -> None:
@@ -47,7 +48,7 @@ class PaddedForward(Forward):
     def advance(self, dispatch: Dispatch) -> torch.Tensor:
         assert self._decode is not None
         self._decode.build_inputs(dispatch.num_tokens)
-        return self._decode.finish(torch.zeros(dispatch.num_tokens, 1))
+        return self._decode.finish(torch.zeros(dispatch.num_tokens, 1, device=self._device))
 
     def dispatch(self, batch: Batch) -> Dispatch:
         if batch.num_tokens > 16:
@@ -57,10 +58,10 @@ class PaddedForward(Forward):
         return Dispatch(Descriptor(mode=GraphMode.PIECEWISE, num_tokens=-(-batch.num_tokens // 8) * 8))
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        return torch.zeros(dispatch.num_tokens, 1)
+        return torch.zeros(dispatch.num_tokens, 1, device=self._device)
 
 
-def make_plan_runner(seed: int, *, decode_in_graph: bool) -> ModelRunner:
+def make_plan_runner(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cpu") -> ModelRunner:
     config = RunnerConfig(
         max_num_requests=ROWS,
         max_num_tokens=TOKENS,
@@ -70,7 +71,7 @@ def make_plan_runner(seed: int, *, decode_in_graph: bool) -> ModelRunner:
         decode_in_graph=decode_in_graph,
         replay_steps=MOST_STEPS,
     )
-    return ModelRunner(NoModel(seed), config, backend=PlainAttention, forward=PaddedForward())
+    return ModelRunner(NoModel(seed).to(device), config, backend=PlainAttention, forward=PaddedForward(device))
 
 
 @dataclass

@@ -73,7 +73,7 @@ def check_condensed(runner: ModelRunner, oracle: CondensedBatch, plan: StepPlan,
     flat = oracle.flatten(plan.num_scheduled_tokens)
     ids = flat.request_ids
     assert len(ids) == len(oracle.row_of)
-    rows, index = np.arange(len(ids)), torch.tensor([slots.slot_of[name] for name in ids], dtype=torch.int64)
+    rows, index = np.arange(len(ids)), torch.tensor([slots.slot_of[name] for name in ids], dtype=torch.int64, device=runner.device)
     for row in rows:
         known = int(oracle.num_blocks[row])
         assert group.table[index[row], :known].tolist() == oracle.block_table[row, :known].tolist()
@@ -121,12 +121,13 @@ def check_tokens(runner: ModelRunner, world: World, oracle: CondensedBatch) -> N
 
 
 def _equal(mine: torch.Tensor, theirs: np.ndarray) -> None:
-    assert mine.numpy().tobytes() == theirs.astype(mine.numpy().dtype, casting="safe").tobytes()
+    values = mine.cpu().numpy()
+    assert values.tobytes() == theirs.astype(values.dtype, casting="safe").tobytes()
 
 
-def follow(seed: int, *, decode_in_graph: bool) -> Counter[str]:
+def follow(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cpu") -> Counter[str]:
     """`PLANS` plans through the runner and both oracles; counts what happened."""
-    runner = make_plan_runner(seed, decode_in_graph=decode_in_graph)
+    runner = make_plan_runner(seed, decode_in_graph=decode_in_graph, device=device)
     world, oracle, seen = World(seed), CondensedBatch(ROWS, LENGTH, BLOCK), Counter[str]()
     for _ in range(PLANS):
         plan = world.plan()

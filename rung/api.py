@@ -17,7 +17,6 @@ from rung.counters import Counters
 from rung.errors import ConfigError
 
 _Wrapped = TypeVar("_Wrapped", bound=Callable[..., Any])
-Dynamic = Mapping[str, Mapping[int, str]]
 
 
 class Handle(RuntimeState):

@@ -15,7 +15,8 @@ from rung.cli.check_row import Check, error_of, graph_check, rows_of
 from rung.cli.targets import InputBuilder, growing_dims
 from rung.errors import ConfigError
 from rung.graphs import Descriptor, GraphManager, GraphMode, StaticBuffer, make_backend
-from rung.graphs.module_io import buffer_spec, dimensions, kept_state, with_valid_range
+from rung.graphs.module_io import buffer_specs, dimensions, kept_state, with_valid_range
+from rung.graphs.outputs import cut_output
 from rung.graphs.verify import TOLERANCES, check_graph
 from rung.torch_compat import tree_leaves
 
@@ -44,11 +45,7 @@ class ModuleVerify:
         verdict = self.compiled.plan.rows.get(ROWS)
         self.padding = "padded rows are proved harmless" if verdict is None else f"exact sizes only: {verdict}"
         self._pads = verdict is None
-        plan = self.compiled.plan
-        tensors = dict(plan.tensors)
-        specs = [
-            buffer_spec(name, tensors[plan.inputs[n]]) for name, n in zip(self.compiled.input_names, self.compiled.arguments, strict=True)
-        ]
+        specs = buffer_specs(self.compiled)
         self._dim = dimensions(specs)[0]
         buffers = [
             StaticBuffer(with_valid_range(spec, value), capacity={self._dim: max(sizes)}, device=device)
@@ -89,7 +86,7 @@ class ModuleVerify:
                 yield
 
         def cut(flat: Sequence[Any]) -> list[Any]:
-            return [_cut(value, names, rows) for value, names in zip(flat, self.compiled.plan.output_dims, strict=True)]
+            return [cut_output(value, names, rows) for value, names in zip(flat, self.compiled.plan.output_dims, strict=True)]
 
         difference = check_graph(self.manager, descriptor, setup, cut)
         with setup(False):
@@ -104,9 +101,3 @@ class ModuleVerify:
 
     def _noise(self) -> torch.Generator:
         return torch.Generator(self.manager.backend.device).manual_seed(1)
-
-
-def _cut(value: Any, names: Any, sizes: dict[str, int]) -> Any:
-    for dim, name in names.items():
-        value = value.narrow(dim, 0, sizes[name])
-    return value

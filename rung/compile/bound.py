@@ -38,6 +38,11 @@ class BoundStep:
 StepRunner = Callable[[BoundStep, list[Any]], Sequence[Any]]
 
 
+def call_step(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
+    """The `StepRunner` that only runs."""
+    return step.call(arguments)
+
+
 class BoundPlan(Protocol):
     """What graphs need from compile. Parameters are bound inside; `inputs` are the user's tensors in the traced order."""
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from rung.graphs.descriptor import GraphMode, Shape
-from rung.graphs.dispatch import Dispatcher, ResolvedMode, plan_descriptors, resolve_mode
+from rung.graphs.dispatch import Dispatcher
 from rung.graphs.ladder import Ladder
+from rung.graphs.planned import ResolvedMode, plan_descriptors, resolve_mode
 from rung.graphs.reasons import Reason
 from rung.graphs.trace import TracedStep, TraceHeader, TraceRun
 

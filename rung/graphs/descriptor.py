@@ -16,8 +16,8 @@ class GraphMode(StrEnum):
     """How one step runs."""
 
     NONE = "none"  # the stitched plan, no graph
-    PIECEWISE = "piecewise"  # a graph for each piece, breaks run between them
-    FULL = "full"  # one graph for the whole step
+    PIECEWISE = "piecewise"  # a graph for what lies between two breaks, which run on the host
+    FULL = "full"  # one graph for the whole step, but for breaks that decide on the host
 
     @property
     def rank(self) -> ModeRank:

@@ -9,10 +9,8 @@ from functools import lru_cache
 
 from rung.graphs.descriptor import Descriptor, GraphMode, Shape, exact, misfit, nearest_misfit, wastes
 from rung.graphs.ladder import DEFAULT_MAX_WASTE, check_max_waste
-from rung.graphs.planned import ResolvedMode, capture_order, plan_descriptors, resolve_mode
+from rung.graphs.planned import ResolvedMode
 from rung.graphs.reasons import Reason
-
-__all__ = ["Dispatch", "Dispatcher", "ResolvedMode", "capture_order", "plan_descriptors", "resolve_mode"]
 
 REMEMBERED = 4096  # shapes whose decision is kept: the decodes of any runner, and the mixed batches of a while
 
@@ -62,9 +60,8 @@ class Dispatcher:
     """Chooses among captured descriptors, of any number of dimensions: the one with the least padding that fits.
 
     `failed` is read at each call, so a capture that fails later is respected; those that stand in `trimmed` too have no graph because of
-    the memory budget. A dimension is not padded to more than `max_waste` times its
-    size, except to 8 or fewer; None: as far as the next size lies. Decisions are remembered, a step like an earlier one costs a look-up.
-    Raises `LadderError` for a `max_waste` below 1."""
+    the memory budget. A dimension is not padded to more than `max_waste` times its size, except to 8 or fewer; None: as far as the next
+    size lies. Decisions are remembered, a step like an earlier one costs a look-up. Raises `LadderError` for a `max_waste` below 1."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from rung.compile.bound import BoundPlan, BoundStep
+from rung.compile.bound import BoundPlan, call_step
 from rung.counters import Count, Counters
 from rung.errors import CaptureError, StateError
 from rung.graphs.backends.base import GraphBackend
@@ -18,11 +18,12 @@ from rung.graphs.buffers import StaticBuffer
 from rung.graphs.capture_report import CaptureReport
 from rung.graphs.capturing import Capturing, Order
 from rung.graphs.descriptor import Descriptor, GraphMode
-from rung.graphs.dispatch import Dispatch, capture_order
+from rung.graphs.dispatch import Dispatch
 from rung.graphs.guard import Addresses, AddressGuard
 from rung.graphs.memory import MemoryModel, MemoryReport
 from rung.graphs.memory_budget import MemoryBudget
 from rung.graphs.outputs import Outputs
+from rung.graphs.planned import capture_order
 from rung.graphs.process import HomeProcess
 from rung.graphs.program import ReplayProgram
 from rung.graphs.ranges import Ranges
@@ -159,7 +160,7 @@ class GraphManager:
         if dispatch.descriptor.mode is GraphMode.NONE:
             self._know_addresses()
             self.count_step(dispatch)
-            runner = _eager if self._ranges is None else self._ranges.step
+            runner = call_step if self._ranges is None else self._ranges.step
             return Outputs(self.plan.run_steps(self.views(descriptor), runner), self.generation, None)
         program = self._programs.get(descriptor) or self._capture_now(descriptor)
         self.generation += 1
@@ -345,7 +346,3 @@ class GraphManager:
 
     def _current_generation(self) -> int:
         return self.generation
-
-
-def _eager(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
-    return step.call(arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ class Kind:
 class Sample:
     """One captured descriptor, as the model sees it."""
 
-    rows: int
+    rows: int  # over all named dimensions: what activations grow with
     pool_bytes: int  # growth of the pool, in the order of the captures
     graphs: int
     nodes: int  # 0: not counted
@@ -52,17 +51,12 @@ class Prediction:
         return self.pool_bytes + self.executable_bytes
 
 
-def rows_of(descriptor: Descriptor) -> int:
-    """Rows over all named dimensions: what activations grow with."""
-    return descriptor.num_tokens * prod(size for _, size in descriptor.symbols)
-
-
 def probes(descriptors: Iterable[Descriptor]) -> tuple[Descriptor, ...]:
     """The largest, the middle and the smallest descriptor of each kind, in the order of `descriptors`."""
     descriptors = tuple(descriptors)
     chosen: set[Descriptor] = set()
     for kind in {Kind.of(one) for one in descriptors}:
-        members = sorted((one for one in descriptors if Kind.of(one) == kind), key=rows_of)
+        members = sorted((one for one in descriptors if Kind.of(one) == kind), key=lambda one: one.volume)
         chosen |= {members[-1], members[len(members) // 2], members[0]}
     return tuple(one for one in descriptors if one in chosen)
 
@@ -86,7 +80,7 @@ class MemoryModel:
         the entries took enough memory to tell better."""
         samples: dict[Kind, list[Sample]] = {}
         for entry in entries:
-            sample = Sample(rows_of(entry.descriptor), entry.pool_bytes, entry.launches, entry.num_nodes or 0, entry.executable_bytes)
+            sample = Sample(entry.descriptor.volume, entry.pool_bytes, entry.launches, entry.num_nodes or 0, entry.executable_bytes)
             samples.setdefault(Kind.of(entry.descriptor), []).append(sample)
         ordered = {kind: tuple(sorted(found, key=lambda one: -one.rows)) for kind, found in samples.items()}
         per_graph, per_node = _fit_executables([_sum(found) for found in ordered.values()], executable_cost)
@@ -99,12 +93,12 @@ class MemoryModel:
 
     def executable_bytes(self, descriptor: Descriptor) -> int:
         samples = self._samples(Kind.of(descriptor))
-        return self._executable(rows_of(descriptor), samples) if samples else 0
+        return self._executable(descriptor.volume, samples) if samples else 0
 
     def pool_bytes(self, descriptors: Iterable[Descriptor]) -> int:
         rows: dict[Kind, list[int]] = {}
         for descriptor in descriptors:
-            rows.setdefault(Kind.of(descriptor), []).append(rows_of(descriptor))
+            rows.setdefault(Kind.of(descriptor), []).append(descriptor.volume)
         return sum(self._pool_of_kind(kind, sizes) for kind, sizes in rows.items())
 
     def size_bytes(self, size: int) -> int:

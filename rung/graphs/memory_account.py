@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from rung.graphs.capture_report import CaptureEntry
 from rung.graphs.descriptor import Descriptor
-from rung.graphs.dispatch import capture_order
 from rung.graphs.memory import MemoryModel, MemoryReport, probes
 from rung.graphs.memory_budget import MemoryBudget, trim
+from rung.graphs.planned import capture_order
 
 _log = logging.getLogger(__name__)
 

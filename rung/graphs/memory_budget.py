@@ -11,7 +11,7 @@ from rung.errors import ConfigError
 from rung.graphs.descriptor import Descriptor, GraphMode, Shape
 from rung.graphs.dispatch import Dispatcher
 from rung.graphs.ladder import DEFAULT_MAX_WASTE
-from rung.graphs.memory import Kind, MemoryModel, rows_of
+from rung.graphs.memory import Kind, MemoryModel
 from rung.graphs.step_cost import MODELLED_MICROSECONDS
 from rung.graphs.trace import TraceRun
 
@@ -45,13 +45,13 @@ def default_steps(descriptors: Sequence[Descriptor]) -> dict[Shape, float]:
     that each doubling counts alike. The top is thus kept longest, then sizes that stand far apart, the small ones first."""
     steps: dict[Shape, float] = {}
     for kind in {Kind.of(one) for one in descriptors}:
-        members = sorted((one for one in descriptors if Kind.of(one) == kind), key=rows_of)
-        spread = math.log2(2 * rows_of(members[-1]))
+        members = sorted((one for one in descriptors if Kind.of(one) == kind), key=lambda one: one.volume)
+        spread = math.log2(2 * members[-1].volume)
         before = 0.5
         for member in members:
-            share = math.log2(rows_of(member) / before) / spread if rows_of(member) > before else 0.0
+            share = math.log2(member.volume / before) / spread if member.volume > before else 0.0
             steps[_filling(member)] = steps.get(_filling(member), 0.0) + 0.5 * share + 0.5 * (member is members[-1])
-            before = rows_of(member)
+            before = member.volume
     return steps
 
 
@@ -94,13 +94,13 @@ class _Auction:
             if step.server in losses:
                 losses[step.server] += step.weight * step.loss
         pool = self._model.pool_bytes(self.kept)
-        tops = {Kind.of(one): rows_of(one) for one in sorted(self.kept, key=rows_of)}
+        tops = {Kind.of(one): one.volume for one in sorted(self.kept, key=lambda one: one.volume)}
 
         def price(one: Descriptor) -> tuple[float, int]:
             freed = self._bytes[one]
-            if not self._model.shared_pool or rows_of(one) == tops[Kind.of(one)]:  # below the top a shared pool stays as it is
+            if not self._model.shared_pool or one.volume == tops[Kind.of(one)]:  # below the top a shared pool stays as it is
                 freed += pool - self._model.pool_bytes(other for other in self.kept if other is not one)
-            return losses[one] / max(freed, 1), -rows_of(one)
+            return losses[one] / max(freed, 1), -one.volume
 
         worst = min(self.kept, key=price)
         self.kept.remove(worst)
@@ -124,7 +124,7 @@ class _Auction:
 
 def _cost(descriptor: Descriptor) -> float:
     fixed, per_row = MODELLED_MICROSECONDS[descriptor.mode]
-    return fixed + per_row * rows_of(descriptor)
+    return fixed + per_row * descriptor.volume
 
 
 def _filling(descriptor: Descriptor) -> Shape:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rung.compile.bound import BoundStep
+from rung.compile.bound import call_step
 from rung.compile.compiled import CompiledFunction
 from rung.compile.plan import TensorSpec
 from rung.errors import UnsupportedModuleError
@@ -33,10 +33,6 @@ def kept_state(compiled: CompiledFunction) -> Iterator[list[torch.Tensor]]:
                 tensor.copy_(values)
 
 
-def call_step(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
-    return step.call(arguments)
-
-
 def with_valid_range(spec: BufferSpec, example: torch.Tensor) -> BufferSpec:
     """Integers are mostly indices: what the example holds is what padding may hold."""
     if spec.dtype.is_floating_point or spec.dtype == torch.bool or not example.numel():
@@ -44,7 +40,13 @@ def with_valid_range(spec: BufferSpec, example: torch.Tensor) -> BufferSpec:
     return replace(spec, valid=(int(example.min()), int(example.max()) + 1))
 
 
-def buffer_spec(name: str, spec: TensorSpec) -> BufferSpec:
+def buffer_specs(compiled: CompiledFunction) -> list[BufferSpec]:
+    """Of the arguments, in order."""
+    specs, inputs = dict(compiled.plan.tensors), compiled.plan.inputs
+    return [_buffer_spec(name, specs[inputs[n]]) for name, n in zip(compiled.input_names, compiled.arguments, strict=True)]
+
+
+def _buffer_spec(name: str, spec: TensorSpec) -> BufferSpec:
     return BufferSpec(name=name, shape=spec.shape, dtype=getattr(torch, spec.dtype.removeprefix("torch.")))
 
 

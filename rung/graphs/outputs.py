@@ -55,7 +55,7 @@ class Outputs:
             return flat
         if dims is None:
             dims = [{0: ""} if isinstance(value, torch.Tensor) and value.dim() else {} for value in flat]
-        return [_cut(value, names, sizes) for value, names in zip(flat, dims, strict=True)]
+        return [cut_output(value, names, sizes) for value, names in zip(flat, dims, strict=True)]
 
 
 def output_tensors(result: Any) -> list[Any]:
@@ -69,16 +69,21 @@ def copy_into(targets: Sequence[torch.Tensor | None], values: Sequence[Any]) -> 
         raise InputMismatchError(f"{len(targets)} targets were given for {len(values)} outputs", hint="give one target, or None, an output")
     for index, (target, value) in enumerate(zip(targets, values, strict=True)):
         if target is not None and (not isinstance(value, torch.Tensor) or (target.shape, target.dtype) != (value.shape, value.dtype)):
-            came = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise InputMismatchError(
-                f"target {index} is {target.dtype} {list(target.shape)}, the output is {came}", hint="give targets like the outputs"
+                f"target {index} is {describe(target)}, the output is {describe(value)}", hint="give targets like the outputs"
             )
     for target, value in zip(targets, values, strict=True):
         if target is not None:
             target.copy_(value)
 
 
-def _cut(value: Any, names: Mapping[int, str], sizes: Sizes) -> Any:
+def describe(value: Any) -> str:
+    """A value in an error message."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def cut_output(value: Any, names: Mapping[int, str], sizes: Sizes) -> Any:
+    """An output without its padding; `names` are those of its dynamic dimensions."""
     for dim, name in names.items():
         size = sizes if isinstance(sizes, int) else sizes[name]
         value = value.narrow(dim, 0, min(size, value.shape[dim]))

@@ -16,9 +16,9 @@ import numpy as np
 from rung.errors import LadderError
 from rung.graphs.coverage import allowed_mode
 from rung.graphs.descriptor import ConfiguredMode, GraphMode
-from rung.graphs.dispatch import resolve_mode
 from rung.graphs.ladder import Ladder
 from rung.graphs.plan_budget import within_budget
+from rung.graphs.planned import resolve_mode
 from rung.graphs.step_cost import Costs, Sizes, StepCosts
 from rung.graphs.trace import TraceRun
 

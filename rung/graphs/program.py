@@ -11,6 +11,7 @@ from rung.compile.bound import BoundStep
 from rung.errors import CaptureError
 from rung.graphs.backends.base import CapturedGraph, NodeCounts
 from rung.graphs.descriptor import Descriptor
+from rung.graphs.outputs import describe
 
 
 class GraphLaunch:
@@ -47,7 +48,7 @@ class PreboundBreak:
                 if new != old:
                     self._refuse(f"the value {old!r} as output {index}", repr(new))
             elif not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
-                self._refuse(f"{old.dtype} {list(old.shape)} as output {index}", _describe(new))
+                self._refuse(f"{old.dtype} {list(old.shape)} as output {index}", describe(new))
             elif new.data_ptr() != old.data_ptr() or new.stride() != old.stride():
                 self._land(old, new, index)
 
@@ -109,7 +110,3 @@ class ReplayProgram:
             if isinstance(action, GraphLaunch):
                 action.graph.release()
         self.actions = self.outputs = self._keep = self._runs = ()
-
-
-def _describe(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

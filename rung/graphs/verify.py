@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from rung.compile.bound import BoundPlan, BoundStep, StepRunner
+from rung.compile.bound import BoundPlan, BoundStep, StepRunner, call_step
 from rung.graphs.capture import capture_program, warm_up
 from rung.graphs.descriptor import Descriptor
 from rung.graphs.manager import GraphManager
+from rung.graphs.outputs import describe
 
 Setup = Callable[[bool], AbstractContextManager[Any]]  # (poison the padding?) -> writes one data set, and the context that a step runs in
 Cut = Callable[[Sequence[Any]], list[Any]]  # flat outputs -> without padding
@@ -76,7 +77,7 @@ def check_graph(manager: GraphManager, descriptor: Descriptor, setup: Setup, cut
 
 def _plan_run(manager: GraphManager, descriptor: Descriptor, setup: Setup, cut: Cut, *, poison: bool) -> list[Any]:
     with setup(poison), torch.no_grad():
-        return _copied(cut(manager.plan.run_steps(manager.views(descriptor), _call)))
+        return _copied(cut(manager.plan.run_steps(manager.views(descriptor), call_step)))
 
 
 class _Watched:
@@ -174,10 +175,6 @@ def _row(value: Any, row: int | None) -> Any:
     return value[row] if row is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape[0] > row else value
 
 
-def _call(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
-    return step.call(arguments)
-
-
 def _copied(values: Sequence[Any]) -> list[Any]:
     return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
 
@@ -201,14 +198,10 @@ def _same_bits(a: Any, b: Any) -> bool:
 def _place(got: Any, want: Any) -> str:
     """The first place where two values differ, and what is there."""
     if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor) or got.shape != want.shape:
-        return f" is {_brief(got)} instead of {_brief(want)}"
+        return f" is {describe(got)} instead of {describe(want)}"
     places = (~((got == want) | ((got != got) & (want != want)))).nonzero()
     if not len(places):
         return " differs in the bits of zeros or NaNs"
     place = tuple(places[0].tolist())
     row = f" row {place[0]}" if place else ""
     return f"{row}: {got[place].item():.6g} instead of {want[place].item():.6g}"
-
-
-def _brief(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -5,39 +5,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rung.compile.compiled import CompiledFunction
 from rung.config import CompileConfig
-from rung.counters import Count, Counters
-from rung.errors import ConfigError, PaddingError
+from rung.counters import Counters
+from rung.errors import ConfigError
 from rung.graphs.backends import make_backend
 from rung.graphs.buffers import StaticBuffer
-from rung.graphs.capture import has_host_breaks
 from rung.graphs.capture_report import CaptureReport
 from rung.graphs.descriptor import Descriptor, GraphMode, exact
 from rung.graphs.dispatch import Dispatch
-from rung.graphs.grid import Axis, Grid
 from rung.graphs.guard import Addresses, module_tensors
-from rung.graphs.ladder import DEFAULT_TOP, Ladder
 from rung.graphs.manager import GraphManager
 from rung.graphs.memory import MemoryReport
 from rung.graphs.memory_budget import MemoryBudget
-from rung.graphs.module_io import (
-    buffer_spec,
-    call_step,
-    dimensions,
-    fill,
-    kept_state,
-    refuse_written_inputs,
-    with_valid_range,
-    written_weights,
-)
+from rung.graphs.module_grid import module_grid
+from rung.graphs.module_io import buffer_specs, dimensions, fill, kept_state, refuse_written_inputs, written_weights
+from rung.graphs.module_padding import ModulePadding
 from rung.graphs.outputs import copy_into, output_tensors
-from rung.graphs.padding import check_padding
 from rung.graphs.ranges import nvtx_ranges
 from rung.graphs.reasons import Reason
 from rung.graphs.step_log import StepLog
@@ -71,17 +59,11 @@ class WrappedGraphs:
         self._ranges = nvtx_ranges(config.nvtx)
         self._traffic = Traffic(config.capture_after)
         self._suspended = False
-        specs = dict(compiled.plan.tensors)
-        self._specs = [
-            buffer_spec(name, specs[compiled.plan.inputs[n]]) for name, n in zip(compiled.input_names, compiled.arguments, strict=True)
-        ]
+        self._specs = buffer_specs(compiled)
         self.dims = dimensions(self._specs)  # the first is counted by `Descriptor.num_tokens`
         self.padded = frozenset(compiled.plan.rows) & set(self.dims)
-        mode = self._resolve_mode()
-        cut = mode is GraphMode.FULL and has_host_breaks(compiled)
-        reason = Reason.HOST_BREAK if cut else Reason.BEST
-        self.grid = Grid(mode, [self._axis(name) for name in self.dims], max_waste=config.max_waste, reason=reason)
-        self._checked: set[str] = set()  # padded dimensions that a run has shown to be harmless
+        self.grid = module_grid(compiled, config, self.dims, self.padded)
+        self._padding = ModulePadding(compiled, self._specs, self.padded, counters, allow_unproved=config.pad_unproved)
         self._manager: GraphManager | None = None
         self._capacity = dict.fromkeys(self.dims, 0)
         self._addresses = Addresses(
@@ -105,7 +87,7 @@ class WrappedGraphs:
 
     def _run(self, inputs: Sequence[Any], policy: str) -> Any:
         with self._lock:
-            self._refuse_unproved()
+            self._padding.refuse_unproved()
             sizes = self._sizes(inputs)
             dispatch = self._available(self._dispatch(sizes), sizes)
             result = self._step(dispatch, inputs, sizes, policy)
@@ -122,9 +104,7 @@ class WrappedGraphs:
                 return self.compiled(*inputs)
             return self.compiled.restore(self.compiled.run_steps(inputs, self._ranges.step), inputs)
         target = descriptor.sizes(self.dims[0])
-        if any(target[name] > sizes[name] and name not in self._checked for name in self.padded):
-            with kept_state(self.compiled):
-                self._check(inputs, sizes, target)
+        self._padding.check(inputs, sizes, target)
         manager = self._manager_for(target, inputs)
         with manager.step():
             self._write(manager, inputs, descriptor)
@@ -138,12 +118,12 @@ class WrappedGraphs:
             outputs = manager.run(dispatch)
             take = outputs.cut if policy == "borrow" else outputs.clone
             flat = take(sizes, self.compiled.plan.output_dims) if dispatch.padding else take(None)
-            return self.compiled.restore(self._restore_sizes(flat, inputs), inputs)
+            return self.compiled.restore(self._padding.restore_sizes(flat, inputs), inputs)
 
     def capture(self, sizes: Sequence[int | Mapping[str, int]], inputs: Sequence[Any]) -> CaptureReport:
         """Capture `sizes` now: numbers, or the size of each dimension by name. `inputs` are valid examples; they are repeated as needed."""
         with self._lock:
-            self._refuse_unproved()
+            self._padding.refuse_unproved()
             wanted = [self._named(size) for size in sizes]
             manager = self._manager_for({name: max(size[name] for size in wanted) for name in self.dims}, inputs)
             descriptors = [self.grid.descriptor(size) for size in wanted]
@@ -195,31 +175,6 @@ class WrappedGraphs:
 
     # --- choosing --------------------------------------------------------------------------------------------------------------------
 
-    def _axis(self, name: str) -> Axis:
-        """A padded dimension has a ladder, an exact one the sizes it was given, or any."""
-        padded, sizes = name in self.padded, self._given_sizes(name)
-        if sizes is None and padded:
-            top = min(self.compiled.plan.bounds.get(name) or DEFAULT_TOP, DEFAULT_TOP)
-            return Axis(name=name, ladder=Ladder.up_to(top), padded=True)
-        return Axis(name=name, ladder=None if sizes is None else Ladder.custom(sizes), padded=padded)
-
-    def _given_sizes(self, name: str) -> Sequence[int] | None:
-        given = self.config.capture_sizes
-        if given is None or isinstance(given, Mapping):
-            return None if given is None else given.get(name)
-        if len(self.dims) > 1:
-            raise ConfigError(
-                f"capture_sizes is one list, and this module has the dimensions {list(self.dims)}",
-                hint=f"give a list for each: capture_sizes={{{self.dims[0]!r}: (...), ...}}",
-            )
-        return given
-
-    def _resolve_mode(self) -> GraphMode:
-        if self.config.graphs == "auto":
-            has_breaks = not all(step.capturable(full=False) for step in self.compiled.steps)
-            return GraphMode.PIECEWISE if has_breaks else GraphMode.FULL
-        return GraphMode(self.config.graphs)
-
     def _dispatch(self, sizes: Mapping[str, int]) -> Dispatch:
         shape = self.grid.shape(sizes)
         if self._manager is not None and self._manager.without_graphs:
@@ -267,21 +222,6 @@ class WrappedGraphs:
                     sizes.setdefault(extent, int(value.shape[dim]))
         return {name: sizes.get(name, 1) for name in self.dims}  # without a dynamic dimension there is one size
 
-    # --- proof -----------------------------------------------------------------------------------------------------------------------
-
-    def _refuse_unproved(self) -> None:
-        """Raise `PaddingError` when the rows of a padded dimension mix, or when nothing shows that they do not."""
-        for name, verdict in self.compiled.plan.rows.items():
-            if verdict is None or name not in self.padded:
-                continue
-            if verdict.kind == "mixes":
-                raise PaddingError(f"rows of {name!r} mix in {verdict}", hint="run this module at exact sizes (no pad=)")
-            if not self.config.pad_unproved:
-                raise PaddingError(
-                    f"rows of {name!r} are not proved to be independent: {verdict}",
-                    hint="run at exact sizes (no pad=), or pass pad_unproved=True to rely on a test run alone",
-                )
-
     # --- running ---------------------------------------------------------------------------------------------------------------------
 
     def _manager_for(self, sizes: Mapping[str, int], inputs: Sequence[Any]) -> GraphManager:
@@ -314,46 +254,3 @@ class WrappedGraphs:
     def _write(self, manager: GraphManager, inputs: Sequence[Any], descriptor: Descriptor) -> None:
         for buffer, value in zip(manager.inputs, inputs, strict=True):
             buffer.write(value, descriptor.sizes(self.dims[0]))
-
-    def _check(self, inputs: Sequence[Any], sizes: Mapping[str, int], target: Mapping[str, int]) -> None:
-        """Raise `PaddingError` when padded rows reach real ones."""
-
-        def run(values: list[Any]) -> list[Any]:
-            with kept_state(self.compiled) as state:
-                flat = self._restore_sizes(self.compiled.run_steps(values, call_step), values)
-                return [*flat, *(tensor.clone() for tensor in state)]  # padded rows must not reach a buffer either
-
-        specs = [with_valid_range(spec, value) for spec, value in zip(self._specs, inputs, strict=True)]
-        names = [f"output {index}" for index in range(len(self.compiled.plan.outputs))]
-        names += [self.compiled.plan.inputs[number].dotted() for number in written_weights(self.compiled)]
-        padded = [name for name in self.padded if target[name] > sizes[name]]
-        unproved = [name for name in padded if self.compiled.plan.rows[name] is not None]
-        try:
-            with torch.no_grad():
-                check_padding(run, specs, list(inputs), target, names=names)
-        except PaddingError as error:
-            if unproved:
-                raise
-            raise PaddingError(
-                f"the analysis proves the rows of {', '.join(map(repr, padded))} independent, but a padded run differs: {error.message}",
-                hint="run at exact sizes (no pad=), and report this: one of the two is wrong",
-            ) from error
-        self.counters.add(Count.PADDING_CHECKS)
-        if unproved:
-            self.counters.add(Count.UNPROVED_PADDING, len(unproved))
-        self._checked.update(padded)
-
-    def _restore_sizes(self, flat: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Sizes among the outputs are those of the caller's tensors, not of the padded buffers."""
-        plan = self.compiled.plan
-        owners = {plan.inputs[n]: value for n, value in zip(self.compiled.arguments, inputs, strict=True)}
-        restored = list(flat)
-        for index, output in enumerate(plan.outputs):
-            path = plan.inputs[output["value"]] if output.get("value", len(plan.inputs)) < len(plan.inputs) else None
-            if path is not None and path.dim is not None:
-                restored[index] = owners[replace(path, dim=None)].shape[path.dim]
-            elif "value" in output and not isinstance(restored[index], torch.Tensor) and self.padded:
-                raise PaddingError(
-                    f"output {index} is a number computed from the padded size", hint="return sizes as they are, or run at exact sizes"
-                )
-        return restored

@@ -88,7 +88,9 @@ class PreboundKernel:
             raise LaunchError(f"kernel {image.entry} needs scratch memory", hint="pass allocate=torch_scratch(device)")
         if len(arguments) != len(self._slots):
             names = ", ".join(parameter.name for parameter in image.arguments)
-            raise KernelArgumentError(f"{image.entry} takes {len(self._slots)} arguments ({names}), got {len(arguments)}")
+            raise KernelArgumentError(
+                f"{image.entry} takes {len(self._slots)} arguments ({names}), got {len(arguments)}", hint="give one value for each"
+            )
         for index, value in enumerate(arguments):
             self.set(index, value)
         self._launch = loaded.driver.prepare(
@@ -160,11 +162,18 @@ def address_of(value: Any, parameter: Parameter, index: int, ordinal: int) -> in
     """The address of a tensor for `parameter`. Raises `KernelArgumentError` when its dtype or device is another."""
     where = f"argument {index} ({parameter.name})"
     if not parameter.is_pointer:
-        raise KernelArgumentError(f"{where} must be a number of kind {parameter.kind}, got {type(value).__name__}")
+        raise KernelArgumentError(
+            f"{where} must be a number of kind {parameter.kind}, got {type(value).__name__}", hint="pass an int or a float"
+        )
     if not hasattr(value, "data_ptr"):
-        raise KernelArgumentError(f"{where} must be a tensor or an address, got {type(value).__name__}")
+        raise KernelArgumentError(
+            f"{where} must be a tensor or an address, got {type(value).__name__}", hint="pass a tensor, or its data_ptr()"
+        )
     if hasattr(value, "dtype") and not accepts(parameter.kind, value.dtype):
-        raise KernelArgumentError(f"{where} is of dtype {value.dtype}, the kernel was compiled for {parameter.kind}")
+        raise KernelArgumentError(
+            f"{where} is of dtype {value.dtype}, the kernel was compiled for {parameter.kind}",
+            hint="convert it, or export the kernel for that type",
+        )
     device = getattr(value, "device", None)
     if device is not None and (device.type, device.index) != ("cuda", ordinal):
         raise KernelArgumentError(f"{where} lies on {device}, the kernel on cuda:{ordinal}", hint="move it, or load the kernel there")

@@ -48,13 +48,15 @@ def _kind(parameter: TritonParameter, value: Any) -> tuple[str, int | None]:
         return "u1", None
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
-            raise KernelArgumentError(f"{parameter.name} is {value}, which has more than 64 bits")
+            raise KernelArgumentError(f"{parameter.name} is {value}, which has more than 64 bits", hint="pass a smaller number")
         return "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64", value
     if isinstance(value, float):
         return "fp32", None
     if hasattr(value, "data_ptr"):
         return kind_of_pointer(value.dtype), value.data_ptr()
-    raise KernelArgumentError(f"{parameter.name} must be a tensor or a number, got {type(value).__name__}")
+    raise KernelArgumentError(
+        f"{parameter.name} must be a tensor or a number, got {type(value).__name__}", hint="pass a tensor, an int or a float"
+    )
 
 
 def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], names: Mapping[str, Any]) -> Callable[..., None]:
@@ -71,7 +73,7 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
         raise KernelArgumentError(f"{len(values)} arguments for {', '.join(p.name for p in arguments)}", hint="pass constexprs by name")
     tensors = [p for p, value in zip(arguments, values, strict=True) if hasattr(value, "data_ptr")]
     if not tensors:
-        raise KernelArgumentError("a kernel needs a tensor argument: its device is where the kernel runs")
+        raise KernelArgumentError("a kernel needs a tensor argument: its device is where the kernel runs", hint="pass one")
     address = {p.name: f"_address{index}" for index, p in enumerate(tensors)}
     aligned = [address[p.name] for p in tensors if p.by_alignment]
     numbers = [

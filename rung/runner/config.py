@@ -75,7 +75,9 @@ class RunnerConfig:
         for length in self.decode_query_lens:
             _at_least("decode_query_lens", length, 1)
         if not 0.0 < self.memory_fraction <= 1.0:
-            raise ConfigError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}", hint="0.9 leaves a tenth for activations")
+            raise ConfigError(
+                f"memory_fraction must be in (0, 1], got {self.memory_fraction}", hint="0.9 leaves a tenth of the memory free"
+            )
         if self.max_waste is not None and self.max_waste < 1:
             raise ConfigError(f"max_waste must be at least 1, got {self.max_waste}", hint="2.0 pads a step to at most twice its tokens")
         if self.max_num_tokens < self.max_num_requests:

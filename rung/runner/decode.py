@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rung.compile.bound import BoundPlan, BoundStep, StepRunner
+from rung.compile.bound import BoundPlan, BoundStep, StepRunner, call_step
 from rung.runner.block_table import BlockTable
 from rung.runner.inputs import InputBuffers
 from rung.runner.ops.base import StepOps
@@ -95,7 +95,7 @@ class DecodePlan:
         return (self._inputs, *self._model.steps, self._sample)
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.restore(self.run_steps(inputs, lambda step, arguments: step.call(arguments)), inputs)
+        return self.restore(self.run_steps(inputs, call_step), inputs)
 
     def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
         runner(self._inputs, [inputs[0]])

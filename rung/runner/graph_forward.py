@@ -26,10 +26,10 @@ from rung.graphs import (
     StaticBuffer,
     exact,
 )
-from rung.graphs.dispatch import ResolvedMode
 from rung.graphs.guard import Addresses, Watched
 from rung.graphs.memory import probes
 from rung.graphs.memory_budget import MemoryBudget, Steps
+from rung.graphs.planned import ResolvedMode
 from rung.graphs.ranges import nvtx_ranges
 from rung.graphs.traffic import LiveDispatcher, Traffic
 from rung.graphs.wanted import Prepare, nothing_to_prepare

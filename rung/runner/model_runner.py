@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from rung.attention import Attention, AttentionBackend, AttentionSpec, KVCache, attention_layers
+from rung.attention import AttentionBackend, AttentionSpec, KVCache, attention_layers
 from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.errors import ConfigError, StateError, StepFailedError
@@ -31,11 +29,14 @@ from rung.runner.metadata import build_metadata
 from rung.runner.ops import StepOps, default_ops
 from rung.runner.output import EMPTY_OUTPUT, AsyncOutput, ModelRunnerOutput
 from rung.runner.plan import StepPlan
+from rung.runner.plan_apply import apply_plan, changes_slots
 from rung.runner.plan_check import PlanChecker
 from rung.runner.sampler import Sampler, StepLogprobs
 from rung.runner.sampler.prompt_logprobs import PromptLogprobs
 from rung.runner.slots import RequestSlots
+from rung.runner.static_tensors import cache_tensors, tensors_of
 from rung.runner.step_trace import record_step
+from rung.runner.steps import ParkedStep, PreparedStep
 from rung.runner.transfer import HostToDevice
 
 
@@ -43,29 +44,6 @@ def _failed(error: Exception) -> StepFailedError:
     return StepFailedError(
         f"a step failed: {type(error).__name__}: {error}", hint="finish the plan's requests; the runner takes plans for all others"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedStep:
-    """Inputs are enqueued; the model has not run."""
-
-    batch: Batch
-    dispatch: Dispatch
-    context: ForwardContext
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParkedStep:
-    """What `execute_model` leaves for `sample_tokens`."""
-
-    batch: Batch
-    dispatch: Dispatch
-    logits: torch.Tensor  # [num_requests, vocab]; of the last step when a graph made several
-    num_steps: int = 1
-    tokens: torch.Tensor | None = None  # int64 [num_steps, num_requests], when a graph has sampled and advanced the slots
-    prompt_logprobs: tuple[StepLogprobs, ...] = ()  # of the prompts in the batch that asked for them
-    # Kept until sampling, so that their memory is not handed out while enqueued work may still read them.
-    context: ForwardContext | None = field(default=None, repr=False)
 
 
 class ModelRunner:
@@ -170,7 +148,9 @@ class ModelRunner:
         self._check_bound()
         self._checker.check(plan)
         try:
-            self._apply(plan)
+            if changes_slots(plan):
+                self._inputs.forget()
+            apply_plan(plan, self.slots, self.sampler, self.block_tables)
             if not plan.num_scheduled_tokens:
                 self.hooks.no_work(plan)
                 return EMPTY_OUTPUT
@@ -253,15 +233,12 @@ class ModelRunner:
 
     def static_tensors(self) -> Iterator[tuple[str, Callable[[], object]]]:
         """What captured steps read besides the module's own tensors, by name: KV cache and the buffers of the step."""
-        for name, layer in self.layers.items():
-            for part in ("key", "value"):
-                yield f"{name}.kv_cache.{part}", partial(_cache_part, layer, part)
-        owners: list[tuple[str, object]] = [("input buffer", self.buffers), ("slots", self.slots), ("decode state", self.decode.state)]
-        owners += [(f"block table {index}", table) for index, table in enumerate(self.block_tables)]
-        for label, owner in owners:
-            for attribute in [item.name for item in fields(owner)] if is_dataclass(owner) else vars(owner):
-                if isinstance(getattr(owner, attribute), torch.Tensor):
-                    yield f"{label} {attribute}", partial(getattr, owner, attribute)
+        yield from cache_tensors(self.layers)
+        yield from tensors_of("input buffer", self.buffers)
+        yield from tensors_of("slots", self.slots)
+        yield from tensors_of("decode state", self.decode.state)
+        for index, table in enumerate(self.block_tables):
+            yield from tensors_of(f"block table {index}", table)
 
     @torch.no_grad()
     def dummy_run(self, query_lens: npt.NDArray[np.int32], *, decode: bool = False, dispatch: Dispatch | None = None) -> torch.Tensor:
@@ -384,32 +361,6 @@ class ModelRunner:
         self.sampler.penalties.count(self.buffers.idx_mapping[: batch.num_requests], tokens, num_sampled)
         self._advance_mirrors(batch, 1)
 
-    def _apply(self, plan: StepPlan) -> None:
-        if plan.new_requests or plan.finished_request_ids or plan.preempted_request_ids or any(c.resumed for c in plan.cached_requests):
-            self._inputs.forget()
-        # Sorted, so that every process that follows the same plans frees the same slots in the same order.
-        for request_id in sorted(plan.finished_request_ids | plan.preempted_request_ids):
-            self.slots.remove(request_id)
-        for new in plan.new_requests:
-            slot = self.slots.add(new.request_id, new.token_ids, new.prompt_len, new.num_computed_tokens)
-            self.sampler.add(slot, new.sampling, new.stop_token_ids, prompt_len=new.prompt_len, num_tokens=len(new.token_ids))
-            for table, blocks in zip(self.block_tables, new.block_ids, strict=True):
-                table.write(slot, blocks, replace=True)
-        for cached in plan.cached_requests:
-            slot = self.slots.slot_of[cached.request_id]
-            if cached.resumed:
-                self.slots.restart(slot, cached.num_computed_tokens)
-            if cached.new_block_ids:
-                for table, blocks in zip(self.block_tables, cached.new_block_ids, strict=True):
-                    if blocks or cached.resumed:
-                        table.write(slot, blocks, replace=cached.resumed)
-            for table, count in zip(self.block_tables, cached.num_null_blocks, strict=False):
-                table.clear_front(slot, count)
-        self.slots.apply_staged_writes()
-        self.sampler.apply_staged_writes()
-        for table in self.block_tables:
-            table.apply_staged_writes()
-
     def _advance_mirrors(self, batch: Batch, num_steps: int) -> None:
         slots = self.slots
         slots.num_computed_tokens_np[batch.idx_mapping] = batch.seq_lens + (num_steps - 1)
@@ -429,7 +380,3 @@ class ModelRunner:
             if layer.spec not in backends:
                 backends[layer.spec] = backend(layer.spec)
             layer.bind(backends[layer.spec], self.kv_caches[name])
-
-
-def _cache_part(layer: Attention, part: str) -> object:
-    return getattr(layer.kv_cache, part, None)

@@ -23,6 +23,9 @@ PROBES = (
     "torch._inductor.decomposition.select_decomp_table",
     "torch._inductor.codecache.torch_key",
     "torch._inductor.config.save_config_portable",
+    "torch._C._len_torch_dispatch_stack",
+    "torch.utils._python_dispatch._disable_current_modes",
+    "torch.cuda._sleep",
 )
 
 

@@ -25,8 +25,8 @@ from rung.graphs import (
     make_backend,
 )
 from rung.graphs.descriptor import ConfiguredMode
-from rung.graphs.dispatch import plan_descriptors
 from rung.graphs.guard import Addresses, module_tensors
+from rung.graphs.planned import plan_descriptors
 from tests.graphs.toys import (
     PLANS,
     ToyPlan,

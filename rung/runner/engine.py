@@ -231,11 +231,7 @@ class Engine:
             raise self._fail(self.scheduler.fail(newest=False), error) from None
         assert output is not None
         if output.prompt_logprobs:
-            computing = self.scheduler.oldest_step()  # an id may belong to another request by now
-            for request_id, (position, found) in output.prompt_logprobs.items():
-                one = self._outputs.get(request_id)
-                if one is not None and one.request is computing.get(request_id):
-                    one.prompt_logprobs += found[len(one.prompt_logprobs) - position :]  # those computed before a preemption are known
+            self._keep_prompt_logprobs(output)
         updates = []
         for request, taken in self.scheduler.update(output):
             one = self._outputs[request.request_id]
@@ -254,6 +250,13 @@ class Engine:
         output.request.matcher = output.detokenizer = None
         output.error = f"{type(error).__name__}: {error}"
         return self._update(output, tokens)
+
+    def _keep_prompt_logprobs(self, output: ModelRunnerOutput) -> None:
+        requests = self.scheduler.oldest_step()
+        for request_id, (position, found) in output.prompt_logprobs.items():
+            one = self._outputs.get(request_id)
+            if one is not None and one.request is requests[request_id]:
+                one.prompt_logprobs += found[len(one.prompt_logprobs) - position :]  # those computed again after a preemption are known
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> BaseException:
         """Give the failed requests their last updates."""

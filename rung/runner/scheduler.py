@@ -109,8 +109,8 @@ class Scheduler:
         return {r.request_id: r.matcher for r in sampling if r.matcher is not None and not r.is_finished}
 
     def oldest_step(self) -> dict[str, Request]:
-        """The requests whose tokens `update` takes next."""
-        return {request.request_id: request for request in self._in_flight[0].requests} if self._in_flight else {}
+        """The requests of the oldest step in flight. One that has ended since may have left its id to another."""
+        return {request.request_id: request for request in self._in_flight[0].requests}
 
     def update(self, output: ModelRunnerOutput) -> list[tuple[Request, list[int]]]:
         """Take the tokens of the oldest step in flight; returns each request that got some, with them. Requests that end are freed."""

@@ -192,6 +192,14 @@ class PromptTooLongError(RequestError):
     """The prompt does not fit the context."""
 
 
+class GrammarMatchError(UserError, RuntimeError):
+    """The grammar of a request failed. `request_id` names the request; the cause is chained."""
+
+    def __init__(self, message: str, *, hint: str = "", request_id: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.request_id = request_id
+
+
 class SamplingParamsError(RequestError):
     """A sampling parameter is out of its range."""
 

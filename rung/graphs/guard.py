@@ -108,8 +108,8 @@ class AddressGuard:
             self._refresh()  # other objects over the same memory
         return moved
 
-    def refuse(self, moved: Sequence[str], *, repeatable: bool = True) -> None:
-        """Raise `AddressChangedError` when the policy says so, or when the plan could not take what lies there now."""
+    def refuse_layouts(self, moved: Sequence[str]) -> None:
+        """Raise `AddressChangedError` when the plan could not take what lies there now."""
         why_not = self._why_not_rebind(moved)
         if why_not:
             raise AddressChangedError(
@@ -117,6 +117,10 @@ class AddressGuard:
                 hint="put back what was there, or build the runner (wrap the module) again",
                 names=moved,
             )
+
+    def refuse(self, moved: Sequence[str], *, repeatable: bool = True) -> None:
+        """Raise `AddressChangedError` when the policy says so, or when the plan could not take what lies there now."""
+        self.refuse_layouts(moved)
         if self.addresses.on_change == "raise" or not repeatable:
             shown = ", ".join(map(repr, moved[:_SHOWN])) + (f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else "")
             raise AddressChangedError(

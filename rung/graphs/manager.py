@@ -67,6 +67,7 @@ class GraphManager:
         self.generation = 0  # steps run so far; outputs of an older one are stale
         self.without_graphs = False  # addresses changed under the policy "none": steps run the plan until graphs are captured again
         self._guard = AddressGuard(addresses, self.inputs) if addresses is not None else None
+        self._rebind_due = False  # addresses were forgotten, so the plan may be bound to what is no longer there
         self._home = HomeProcess()
         self._order = backend.new_order()
         self._ranges = ranges
@@ -266,22 +267,31 @@ class GraphManager:
     def resume(self) -> CaptureReport:
         """Capture again what `suspend` freed; without it nothing is done. A failure is raised and leaves the rest captured."""
         with self._lock:
+            self.follow_addresses()  # may raise, and nothing is taken back then
             return self._capture(self._wanted.take_back(), model=self.memory_model)
 
     def recapture(self) -> CaptureReport:
         """Free the graphs, make the plan read what lies there now, and capture the same list again."""
         with self._lock:
+            if self._guard is not None:
+                self._guard.refuse_layouts(self._guard.moved())
+                self.forget_addresses()
             self.suspend()
-            if self._guard is not None and self._guard.addresses.rebind is not None:
-                self._guard.addresses.rebind()
             return self.resume()
 
     def release(self) -> None:
         """Free all graphs and the pool, and forget what was captured; the manager can capture again afterwards."""
         with self._lock:
             self._free()
+            self.forget_addresses()
             self._wanted.forget()
             self.without_graphs = False
+
+    def forget_addresses(self) -> None:
+        """Let the next step or capture take what lies there now for right; the plan is bound to it then."""
+        if self._guard is not None:
+            self._rebind_due |= not self._guard.knows_nothing
+            self._guard.forget()
 
     # --- inside ---
 
@@ -298,6 +308,7 @@ class GraphManager:
             addresses.rebind()
         captured = self.captured
         self._free()
+        self._guard.forget()
         self._guard.snapshot()
         self.without_graphs = addresses.on_change == "none"
         if not self.without_graphs:
@@ -306,12 +317,13 @@ class GraphManager:
     def _free(self) -> None:
         self.generation += 1
         self._captures.free()
-        if self._guard is not None:
-            self._guard.forget()
 
     def _know_addresses(self) -> None:
-        """Take note of what lies where, unless that is known."""
+        """Bind the plan to what lies there now and take note of it, unless that is known."""
         if self._guard is not None and self._guard.knows_nothing:
+            if self._rebind_due and self._guard.addresses.rebind is not None:
+                self._guard.addresses.rebind()
+            self._rebind_due = False
             self._guard.snapshot()
 
     def _capture_now(self, descriptor: Descriptor) -> ReplayProgram:

@@ -27,6 +27,20 @@ class Admission:
 
     def admit(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         """Raises `RequestError` (of which `PromptTooLongError` is one)."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"request {request_id!r}: the sampling parameters are a {type(params).__name__}", hint="give a SamplingParams"
+            )
+        if params.stop and self._tokenizer is None:
+            raise RequestError(
+                f"request {request_id!r}: it stops at a text and the engine has no tokenizer",
+                hint="give stop_token_ids, or build the engine with a tokenizer",
+            )
+        if params.grammar is not None and params.ignore_eos:
+            raise RequestError(
+                f"request {request_id!r}: a grammar ends with the model's end token, and ignore_eos=True takes it for text",
+                hint="leave one of them out",
+            )
         token_ids = self._token_ids(request_id, prompt)
         room = self._max_model_len - len(token_ids)
         if room < 1:

@@ -72,6 +72,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     """A runner for `module` (see `ModelRunner`), compiled and captured as `config` says. The module lies on its device already."""
     counters = Counters() if counters is None else counters
     start = StartUp()
+    _check_length(module, config)
     device, dtype = _place(module)
     attention = _choose_attention(module, config, dtype, device)
     start.attention = attention.why
@@ -192,6 +193,14 @@ def _choose_attention(module: nn.Module, config: RunnerConfig, dtype: torch.dtyp
         support=min(backend.capture_support for backend, _ in chosen.values()),
         why="; ".join(dict.fromkeys(why for _, why in chosen.values())),
     )
+
+
+def _check_length(module: Any, config: RunnerConfig) -> None:
+    limit = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    if limit is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, and the model has {limit} positions", hint=f"lower max_model_len to {limit}"
+        )
 
 
 def _place(module: nn.Module) -> tuple[torch.device, torch.dtype]:

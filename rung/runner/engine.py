@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from rung.errors import InternalError, RequestError, StepFailedError
+from rung.errors import GrammarMatchError, InternalError, RequestError, StepFailedError
 from rung.runner.admission import Admission, Prompt
 from rung.runner.executor.base import Executor
 from rung.runner.grammar import GrammarMask
@@ -105,11 +105,11 @@ class Engine:
     def step(self) -> list[Update]:
         """Enqueue the next plan, and take the oldest result when enough are in flight or nothing could be enqueued."""
         enqueued = len(self._in_flight) < self.scheduler.config.steps_in_flight and self._enqueue()
-        updates, self._undelivered = self._undelivered, []
         if self._in_flight and (not enqueued or len(self._in_flight) >= self.scheduler.config.steps_in_flight):
-            updates += self._take(self._in_flight.popleft())
-        elif not enqueued and not updates and self.scheduler.has_unfinished:
+            self._undelivered += self._take(self._in_flight.popleft())  # what waits stays when this raises
+        elif not enqueued and not self._undelivered and self.scheduler.has_unfinished:
             raise InternalError("requests are unfinished, but nothing could be scheduled and nothing is in flight")
+        updates, self._undelivered = self._undelivered, []
         return updates
 
     def capture_due(self, seconds: float | None = None) -> int:
@@ -130,17 +130,23 @@ class Engine:
     ) -> Iterator[tuple[int, Update]]:
         """Run all prompts together; yields (index of the prompt, update) as tokens come. Raises `RequestError` here and now, before
         anything is scheduled. Closing the iterator cancels what is unfinished."""
+        if isinstance(prompts, str):
+            raise RequestError("the prompts are one text", hint="give a list of prompts")
         ids = self._add([(None, prompt, one) for prompt, one in zip(prompts, _spread(params, len(prompts)), strict=True)])
-        return self._stream({request_id: index for index, request_id in enumerate(ids)})
+        updates = self._stream({request_id: index for index, request_id in enumerate(ids)})
+        next(updates)  # a generator that was never started would not cancel its requests when it is dropped
+        return updates  # type: ignore[return-value]
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Completion]:
         """Run all prompts together to their end."""
         completions = {index: update.completion for index, update in self.stream(prompts, params) if update.completion is not None}
         return [completions[index] for index in range(len(prompts))]
 
-    def _stream(self, open_requests: dict[str, int]) -> Iterator[tuple[int, Update]]:
+    def _stream(self, open_requests: dict[str, int]) -> Iterator[tuple[int, Update] | None]:
+        """The first value is None."""
         mine = dict(open_requests)
         try:
+            yield None
             while open_requests:
                 updates = self.step()
                 self._undelivered += [update for update in updates if update.request_id not in mine]
@@ -188,7 +194,7 @@ class Engine:
         try:
             if self.executor.execute_model(plan).result() is not None:
                 return False  # a plan without tokens was applied
-            failed, mask = self._mask() if plan.has_bitmask else (None, None)
+            failed, mask = self._mask() if plan.has_bitmask else (None, None)  # raises nothing: the step must be sampled
             tokens = self.executor.sample_tokens(mask)
             if tokens.done() and (failure := tokens.exception()) is not None:
                 raise failure
@@ -210,7 +216,13 @@ class Engine:
             except Exception as error:
                 failed = error
         matchers = self.scheduler.matchers()
-        return failed, GrammarMask.of(matchers, self._vocab_size) if matchers else None
+        while matchers:
+            try:
+                return failed, GrammarMask.of(matchers, self._vocab_size)
+            except GrammarMatchError as error:
+                del matchers[error.request_id]
+                self._undelivered.append(self._end(self._outputs[error.request_id], (), error))
+        return failed, None
 
     def _take(self, tokens: Future[ModelRunnerOutput | None]) -> list[Update]:
         try:
@@ -218,17 +230,33 @@ class Engine:
         except Exception as error:  # the device's: it shows when the tokens are read
             raise self._fail(self.scheduler.fail(newest=False), error) from None
         assert output is not None
-        for request_id, (position, found) in output.prompt_logprobs.items():
-            if request_id in self._outputs:
-                known = self._outputs[request_id].prompt_logprobs
-                known += found[len(known) - position :]  # those computed again after a preemption are known
+        if output.prompt_logprobs:
+            self._keep_prompt_logprobs(output)
         updates = []
         for request, taken in self.scheduler.update(output):
             one = self._outputs[request.request_id]
             if request.finish_reason is FinishReason.ERROR:
                 one.error = output.errors.get(request.request_id)
-            updates.append(self._update(one, taken, output.logprobs.get(request.request_id, ())))
+            try:
+                updates.append(self._update(one, taken, output.logprobs.get(request.request_id, ())))
+            except Exception as error:  # of its grammar or tokenizer; other requests have nothing to do with that
+                updates.append(self._end(one, taken, error))
         return updates
+
+    def _end(self, output: _Output, tokens: Sequence[int], error: Exception) -> Update:
+        """End a request that its own code failed, with the text that it has."""
+        self.scheduler.finish(output.request.request_id, FinishReason.ERROR)
+        output.request.finish_reason = FinishReason.ERROR
+        output.request.matcher = output.detokenizer = None
+        output.error = f"{type(error).__name__}: {error}"
+        return self._update(output, tokens)
+
+    def _keep_prompt_logprobs(self, output: ModelRunnerOutput) -> None:
+        requests = self.scheduler.oldest_step()
+        for request_id, (position, found) in output.prompt_logprobs.items():
+            one = self._outputs.get(request_id)
+            if one is not None and one.request is requests[request_id]:
+                one.prompt_logprobs += found[len(one.prompt_logprobs) - position :]  # those computed again after a preemption are known
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> BaseException:
         """Give the failed requests their last updates."""
@@ -243,15 +271,15 @@ class Engine:
         request = output.request
         if request.matcher is not None:
             for token in tokens:
-                request.matcher.accept(token)
-        new_logprobs = None
-        if request.sampling.logprobs is not None:
-            new_logprobs = tuple(logprobs[: len(tokens)])
-            output.logprobs += new_logprobs
+                if not request.matcher.accept(token):
+                    raise RequestError(f"the grammar refused token {token} of the output", hint="its mask allowed what it does not accept")
         text = ""
         if output.detokenizer is not None:
             shown = tokens[:-1] if request.finish_reason is FinishReason.STOP else tokens
-            text = output.stop_text.add(output.detokenizer.add(shown))
+            if len(shown) > 1 and request.sampling.stop:
+                tokens, text = self._until_stop(output, tokens, shown)
+            else:
+                text = output.stop_text.add(output.detokenizer.add(shown))
             if request.finish_reason is not None:
                 text += output.stop_text.add(output.detokenizer.finish())
             if output.stop_text.found:
@@ -259,9 +287,24 @@ class Engine:
                 request.finish_reason = FinishReason.STOP
             elif request.finish_reason is not None:
                 text += output.stop_text.finish()
+        new_logprobs = None
+        if request.sampling.logprobs is not None:
+            new_logprobs = tuple(logprobs[: len(tokens)])
+            output.logprobs += new_logprobs
         output.parts.append(text)
         completion = self._complete(output) if request.finish_reason is not None else None
         return Update(request_id=request.request_id, token_ids=tuple(tokens), text=text, completion=completion, logprobs=new_logprobs)
+
+    def _until_stop(self, output: _Output, tokens: Sequence[int], shown: Sequence[int]) -> tuple[Sequence[int], str]:
+        """Text of several tokens at once. Those behind a stop text are dropped, as if the request had stopped after the step with it."""
+        assert output.detokenizer is not None
+        text = ""
+        for count, token in enumerate(shown, start=1):
+            text += output.stop_text.add(output.detokenizer.add((token,)))
+            if output.stop_text.found:
+                del output.request.output_token_ids[len(output.request.output_token_ids) - (len(tokens) - count) :]
+                return tokens[:count], text
+        return tokens, text
 
     def _complete(self, output: _Output) -> Completion:
         request = output.request
@@ -283,6 +326,8 @@ class Engine:
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence):
+        raise RequestError(f"the sampling parameters are a {type(params).__name__}", hint="give a SamplingParams, or a list of them")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling parameters came for {count} prompts", hint="give one for all, or one for each prompt")
     return params

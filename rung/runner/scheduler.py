@@ -108,6 +108,10 @@ class Scheduler:
         sampling = self._in_flight[-1].sampling if self._in_flight else []
         return {r.request_id: r.matcher for r in sampling if r.matcher is not None and not r.is_finished}
 
+    def oldest_step(self) -> dict[str, Request]:
+        """The requests of the oldest step in flight. One that has ended since may have left its id to another."""
+        return {request.request_id: request for request in self._in_flight[0].requests}
+
     def update(self, output: ModelRunnerOutput) -> list[tuple[Request, list[int]]]:
         """Take the tokens of the oldest step in flight; returns each request that got some, with them. Requests that end are freed."""
         updates, ended = [], []

@@ -307,3 +307,54 @@ def test_a_lazy_capture_does_not_mix_old_and_new_addresses() -> None:
     for descriptor in (PIECEWISE_4, FULL_4):
         x = data(4, 3)
         assert torch.equal(run_padded(manager, descriptor, x)[0], plan(x)[0])
+
+
+def bound_manager(policy: AddressPolicy) -> tuple[Net, GraphManager]:
+    """A plan that keeps the weight it was bound to."""
+    module = Net().requires_grad_(False)
+    weight = [module.linear.weight.detach()]
+
+    def rebind() -> None:
+        weight[0] = module.linear.weight.detach()
+
+    addresses = Addresses(watched=lambda: module_tensors(module), on_change=policy, rebind=rebind)
+    manager = make_manager(only(brk("break_00", lambda x: (x @ weight[0].t(),))), addresses=addresses)
+    manager.capture([FULL_4])
+    return module, manager
+
+
+@pytest.mark.parametrize("reopen", ["resume", "recapture", "release"])
+@pytest.mark.parametrize("told", [False, True])
+def test_a_weight_replaced_while_nothing_is_captured_is_followed(reopen: str, told: bool) -> None:
+    module, manager = bound_manager("recapture")
+    if reopen == "release":
+        manager.release()
+    else:
+        manager.suspend()
+    set_parameter(module)
+    if told:
+        manager.weights_changed()
+    if reopen == "release":
+        manager.capture([FULL_4])
+    else:
+        getattr(manager, reopen)()
+    x = data(4, 1)
+    torch.testing.assert_close(run_padded(manager, FULL_4, x)[0], x @ module.linear.weight.t())
+
+
+def test_a_weight_replaced_while_suspended_raises_when_that_is_the_policy() -> None:
+    module, manager = bound_manager("raise")
+    manager.suspend()
+    set_parameter(module)
+    with pytest.raises(AddressChangedError, match=r"linear\.weight"):
+        manager.resume()
+    manager.recapture()
+    x = data(4, 1)
+    torch.testing.assert_close(run_padded(manager, FULL_4, x)[0], x @ module.linear.weight.t())
+
+
+def test_a_recapture_refuses_another_layout() -> None:
+    module, manager = bound_manager("recapture")
+    module.linear.weight = nn.Parameter(torch.ones(4, 4).t().contiguous()[:, :3], requires_grad=False)
+    with pytest.raises(AddressChangedError, match="another layout"):
+        manager.recapture()

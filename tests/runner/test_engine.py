@@ -7,6 +7,7 @@ import pytest
 
 from rung.errors import PromptTooLongError, RequestError, StateError
 from rung.runner import Completion, FinishReason, SamplingParams, Update
+from rung.runner.grammar import Grammar, GrammarMatcher
 from rung.runner.text import StopText
 from tests.runner.tiny import VOCAB, LetterTokenizer, TinyModel, make_engine
 
@@ -251,3 +252,94 @@ def test_prompt_that_is_none(prompt: object) -> None:
 def test_stop_text_that_is_complete_first_wins_however_the_text_is_cut(size: int) -> None:
     stop, text = StopText(["a", "bab"]), "babaa"
     assert "".join(stop.add(text[at : at + size]) for at in range(0, len(text), size)) == "b"
+
+
+class Misbehaving(Grammar, GrammarMatcher):
+    """A grammar, and its matcher, that fails where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def matcher(self) -> GrammarMatcher:
+        return self
+
+    def accept(self, token: int) -> bool:
+        if self.where == "accept":
+            raise ValueError("lost its place")
+        return self.where != "refuse"
+
+    def fill(self, row: object) -> bool:
+        if self.where == "fill":
+            raise ValueError("lost its place")
+        return False
+
+
+@pytest.mark.parametrize(("where", "error"), [("accept", "lost its place"), ("fill", "lost its place"), ("refuse", "refused token")])
+def test_a_grammar_that_fails_ends_its_own_request_alone(where: str, error: str) -> None:
+    model = TinyModel()
+    engine, runner = make_engine(model, max_num_tokens=16, max_num_requests=4)
+    engine.add_request([5, 6, 7], SamplingParams(max_tokens=6), request_id="good")
+    engine.add_request([1, 2], SamplingParams(max_tokens=6, grammar=Misbehaving(where)), request_id="bad")
+    done: dict[str, Completion] = {}
+    while engine.has_work:
+        done |= {update.request_id: update.completion for update in engine.step() if update.completion}
+    assert list(done["good"].token_ids) == model.greedy([5, 6, 7], 6)
+    assert done["bad"].finish_reason is FinishReason.ERROR
+    assert error in str(done["bad"].error)
+    assert_nothing_left(engine, runner)
+
+
+def test_a_completion_that_waits_survives_a_step_that_fails() -> None:
+    engine, runner = make_engine(TinyModel(), max_num_tokens=16, max_num_requests=4)
+    for name in ("a", "b"):
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=30), request_id=name)
+    engine.step()
+    engine.abort("a")
+    engine._in_flight[0] = Future()
+    engine._in_flight[0].set_exception(RuntimeError("device lost a page"))
+    with pytest.raises(RuntimeError, match="lost a page"):
+        engine.step()
+    done = {}
+    while engine.has_work:
+        done |= {update.request_id: update.completion.finish_reason for update in engine.step() if update.completion}
+    assert done == {"a": FinishReason.ABORT, "b": FinishReason.ERROR}
+    assert_nothing_left(engine, runner)
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_stream_that_was_never_read_cancels_its_requests(how: str) -> None:
+    engine, runner = make_engine(TinyModel(), max_num_tokens=16, max_num_requests=4)
+    stream = engine.stream([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=30))
+    if how == "close":
+        stream.close()  # type: ignore[attr-defined]
+    del stream
+    while engine.has_work:
+        engine.step()
+    assert not engine._outputs
+    assert_nothing_left(engine, runner)
+
+
+def test_an_id_used_again_has_its_own_prompt_log_probabilities() -> None:
+    engine, runner = make_engine(TinyModel(), max_num_tokens=16, max_num_requests=4)
+    params = SamplingParams(max_tokens=2, prompt_logprobs=1)
+    engine.add_request([1, 2, 3], params, request_id="x")
+    engine.step()
+    engine.abort("x")
+    engine.add_request([8, 7, 6, 5], params, request_id="x")
+    done = [update.completion for _ in range(20) if engine.has_work for update in engine.step() if update.completion]
+    found = done[-1].prompt_logprobs
+    assert found is not None
+    assert [None if one is None else one.token_id for one in found] == [None, 7, 6, 5]
+    assert_nothing_left(engine, runner)
+
+
+def test_one_text_is_no_list_of_prompts() -> None:
+    engine, _ = make_engine(TinyModel(), max_num_tokens=16)
+    with pytest.raises(RequestError, match="one text"):
+        engine.generate("abc")
+    with pytest.raises(RequestError, match="sampling parameters are a dict"):
+        engine.generate([[1]], {"max_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="stops at a text"):
+        engine.generate([[1]], SamplingParams(stop=["x"]))
+    with pytest.raises(RequestError, match="ignore_eos"):
+        engine.generate([[1]], SamplingParams(grammar=Misbehaving(""), ignore_eos=True))

@@ -94,6 +94,11 @@ class HandPlan:
             x, *qkv = runner(after, [x, qkv[3]])
         return [x]
 
+    weights = ()  # it reads the module's tensors whenever it runs
+
+    def rebind(self, owner: object) -> None:
+        return None
+
     def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:
         return flat[0]
 

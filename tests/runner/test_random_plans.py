@@ -1,154 +1,26 @@
-"""Random plans: the persistent batch equals one that is rebuilt from what each request is, bit for bit."""
+"""Random plans: the persistent batch equals one that is rebuilt from what each request is, and one that is condensed, bit for bit."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from rung.attention import Attention, AttentionSpec
-from rung.context import ForwardContext
-from rung.graphs import Descriptor, Dispatch, GraphMode, exact
-from rung.runner import (
-    CachedRequest,
-    Forward,
-    ModelRunner,
-    NewRequest,
-    RunnerConfig,
-    SamplingParams,
-    StepPlan,
-)
-from rung.runner.batch import Batch
-from tests.runner.tiny import PlainAttention
+from rung.runner import CachedRequest, ModelRunner, NewRequest, SamplingParams, StepPlan
+from rung.runner.sampler.sampler import _MIN_P, _TOP_K, _TOP_P
+from tests.runner.condensed_batch import CondensedBatch
+from tests.runner.random_plans import BLOCK, LENGTH, ROWS, TOKENS, World, make_plan_runner
 
-BLOCK, LENGTH, ROWS, TOKENS = 4, 40, 5, 24
+PLANS = 100
 
 
-class NoModel(nn.Module):
-    """Draws its logits, so that the tokens are arbitrary."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.attention = Attention("only", AttentionSpec(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0))
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.randn(hidden.shape[0], 100, generator=self.generator)
-
-
-class PaddedForward(Forward):
-    """Runs nothing; pads as graphs would, to multiples of 8, FULL for decodes."""
-
-    def dispatch(self, batch: Batch) -> Dispatch:
-        if batch.num_tokens > 16:
-            return Dispatch(exact(batch.shape))
-        if batch.uniform_query_len == 1:
-            return Dispatch(Descriptor(mode=GraphMode.FULL, num_tokens=5, num_requests=5))
-        return Dispatch(Descriptor(mode=GraphMode.PIECEWISE, num_tokens=-(-batch.num_tokens // 8) * 8))
-
-    def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        return torch.zeros(dispatch.num_tokens, 1)
-
-
-@dataclass
-class Known:
-    """A request as the test knows it, without any persistent state."""
-
-    tokens: list[int]
-    prompt_len: int
-    computed: int = 0
-    prefill_len: int = 0
-    blocks: list[int] = field(default_factory=list)
-
-
-class World:
-    """Makes random valid plans and remembers what they mean."""
-
-    def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.running: dict[str, Known] = {}
-        self.preempted: dict[str, Known] = {}
-        self.count = 0
-        self.leaving: set[str] = set()
-
-    def plan(self) -> StepPlan:
-        chance = self.chance
-        finished = {name for name, r in self.running.items() if len(r.tokens) >= LENGTH or chance.random() < 0.05}
-        preempted = {name for name in self.running if name not in finished and chance.random() < 0.05}
-        for name in finished:
-            del self.running[name]
-        self.preempted |= {name: self.running.pop(name) for name in preempted}
-        scheduled: dict[str, int] = {}
-        budget = TOKENS
-        cached = [self._cached(name, scheduled) for name in list(self.running) if chance.random() < 0.8]
-        budget -= sum(scheduled.values())
-        new = []
-        while len(self.running) < ROWS and budget > 0 and chance.random() < 0.6:
-            name, known = self._arrival(preempted)
-            count = chance.randint(1, min(len(known.tokens), budget))
-            self._need(known, count)
-            budget -= count
-            scheduled[name] = count
-            self.running[name] = known
-            new.append(
-                NewRequest(
-                    request_id=name,
-                    token_ids=tuple(known.tokens),
-                    prompt_len=known.prompt_len,
-                    block_ids=(tuple(known.blocks),),
-                    sampling=SamplingParams(),
-                )
-            )
-        items = list(scheduled.items())
-        chance.shuffle(items)
-        return StepPlan(
-            new_requests=tuple(new),
-            cached_requests=tuple(c for c in cached if c is not None),
-            num_scheduled_tokens=dict(items),
-            finished_request_ids=frozenset(finished),
-            preempted_request_ids=frozenset(preempted),
-        )
-
-    def _cached(self, name: str, scheduled: dict[str, int]) -> CachedRequest | None:
-        known = self.running[name]
-        resumed = self.chance.random() < 0.1
-        if resumed:
-            known.computed, known.prefill_len, known.blocks = 0, len(known.tokens), []
-        count = min(self.chance.randint(1, 8), len(known.tokens) - known.computed, TOKENS - sum(scheduled.values()))
-        if count <= 0 and not resumed:
-            return None
-        added = self._need(known, max(count, 1))
-        if count > 0:
-            scheduled[name] = count
-        return CachedRequest(
-            request_id=name, num_computed_tokens=known.computed, new_block_ids=(tuple(added),) if added or resumed else (), resumed=resumed
-        )
-
-    def _arrival(self, just_preempted: set[str]) -> tuple[str, Known]:
-        back = [name for name in self.preempted if name not in just_preempted]
-        if back and self.chance.random() < 0.5:
-            known = self.preempted.pop(back[0])
-            known.computed, known.prefill_len, known.blocks = 0, len(known.tokens), []
-            return back[0], known
-        self.count += 1
-        tokens = [self.chance.randrange(100) for _ in range(self.chance.randint(1, 20))]
-        return f"r{self.count}", Known(tokens, len(tokens), prefill_len=len(tokens))
-
-    def _need(self, known: Known, count: int) -> list[int]:
-        needed = -(-(known.computed + count) // BLOCK) - len(known.blocks)
-        added = [self.chance.randrange(1, 1000) for _ in range(needed)]
-        known.blocks += added
-        return added
-
-
-def check(runner: ModelRunner, world: World, plan: StepPlan) -> None:
+def check_rebuilt(runner: ModelRunner, world: World, plan: StepPlan) -> None:
     """Rebuild the whole batch from the requests and compare every buffer."""
     parked = runner.parked
     assert parked is not None
+    assert parked.context is not None
     names = sorted(plan.num_scheduled_tokens, key=lambda n: (plan.num_scheduled_tokens[n] != 1, plan.num_scheduled_tokens[n]))
     assert list(parked.batch.request_ids) == names
     ids, positions, slots, starts, lens, table = [], [], [], [0], [], []
@@ -176,28 +48,143 @@ def check(runner: ModelRunner, world: World, plan: StepPlan) -> None:
     assert metadata.slot_mapping.shape[0] == padded
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_persistent_batch_equals_one_rebuilt_from_scratch(seed: int) -> None:
-    config = RunnerConfig(max_num_requests=ROWS, max_num_tokens=TOKENS, max_model_len=LENGTH, block_size=BLOCK, num_blocks=1000)
-    runner = ModelRunner(NoModel(seed), config, backend=PlainAttention, forward=PaddedForward())
-    world = World(seed)
-    for _ in range(60):
+def check_decoded(runner: ModelRunner, world: World, names: tuple[str, ...]) -> None:
+    """What a decode graph left in the buffers, in its last step: one row a request, and rows without one behind them."""
+    buffers, group = runner.buffers, runner.block_tables[0]
+    for row, name in enumerate(names):
+        known = world.running[name]
+        if known.ended:  # the steps behind the stop token left the row alone
+            assert int(buffers.idx_mapping[row]) == -1
+            continue
+        at = known.computed - 1
+        assert int(buffers.idx_mapping[row]) == runner.slots.slot_of[name]
+        assert (int(buffers.input_ids[row]), int(buffers.positions[row]), int(buffers.seq_lens[row])) == (known.tokens[at], at, at + 1)
+        assert int(group.slot_mapping[row]) == known.blocks[at // BLOCK] * BLOCK + at % BLOCK
+        assert group.batch[row].tolist() == known.blocks + [0] * (LENGTH // BLOCK - len(known.blocks))
+    behind = slice(len(names), ROWS)
+    assert buffers.idx_mapping[behind].tolist() == group.slot_mapping[behind].tolist() == [-1] * (ROWS - len(names))
+    assert not group.batch[behind].any()
+
+
+def check_condensed(runner: ModelRunner, oracle: CondensedBatch, plan: StepPlan, *, inputs: bool) -> None:
+    """Every request has the same contents in the other batch, and its part of the flat inputs is the same."""
+    assert oracle.requests.keys() == runner.slots.slot_of.keys()
+    slots, sampler, group = runner.slots, runner.sampler, runner.block_tables[0]
+    flat = oracle.flatten(plan.num_scheduled_tokens)
+    ids = flat.request_ids
+    assert len(ids) == len(oracle.row_of)
+    rows, index = np.arange(len(ids)), torch.tensor([slots.slot_of[name] for name in ids], dtype=torch.int64, device=runner.device)
+    for row in rows:
+        known = int(oracle.num_blocks[row])
+        assert group.table[index[row], :known].tolist() == oracle.block_table[row, :known].tolist()
+    _equal(group.num_blocks[index], oracle.num_blocks[rows])
+    _equal(slots.prefill_len[index], oracle.prefill_len[rows])
+    _equal(sampler.rows.temperature[index], oracle.temperature[rows])
+    _equal(sampler.rows.seed[index], oracle.seed[rows])
+    _equal(sampler._floats[_TOP_P, index], oracle.top_p[rows])
+    _equal(sampler._floats[_MIN_P, index], oracle.min_p[rows])
+    _equal(sampler._ints[_TOP_K, index], oracle.top_k[rows])
+    for name, slot in zip(ids, index.tolist(), strict=True):
+        stops = {token for token in sampler.rows.stop_ids[slot].tolist() if token >= 0}
+        assert stops == oracle.requests[name].stop_token_ids
+    if inputs and ids:
+        parked, buffers = runner.parked, runner.buffers
+        assert parked is not None
+        row_of = {name: row for row, name in enumerate(parked.batch.request_ids)}
+        last_rows = runner.ops.logits_indices(buffers.query_start_loc, len(ids))
+        for row, name in enumerate(ids):
+            mine = slice(*buffers.query_start_loc[row_of[name] : row_of[name] + 2].tolist())
+            theirs = slice(*flat.query_start_loc[row : row + 2].tolist())
+            _equal(buffers.input_ids[mine], flat.input_ids[theirs])
+            _equal(buffers.positions[mine], flat.positions[theirs])
+            _equal(group.slot_mapping[mine], flat.slot_mapping[theirs])
+            assert int(buffers.seq_lens[row_of[name]]) == flat.seq_lens[row]
+            assert int(last_rows[row_of[name]]) - mine.start == flat.logits_indices[row] - theirs.start
+
+
+def check_tokens(runner: ModelRunner, world: World, oracle: CondensedBatch) -> None:
+    """Tokens and lengths by slot, and what the host believes of them."""
+    slots = runner.slots
+    assert slots.slot_of.keys() == world.running.keys() == oracle.requests.keys()
+    for name, known in world.running.items():
+        if known.ended:
+            continue
+        slot = slots.slot_of[name]
+        assert slots.all_token_ids[slot, : len(known.tokens)].tolist() == known.tokens[:LENGTH]
+        assert (slots.total_len[slot], slots.num_computed_tokens[slot]) == (len(known.tokens), known.computed)
+        assert (slots.total_len_np[slot], slots.num_computed_tokens_np[slot]) == (len(known.tokens), known.computed)
+        assert oracle.requests[name].token_ids == known.tokens
+        row = oracle.row_of.get(name)
+        if row is not None:
+            assert oracle.num_tokens[row] == len(known.tokens)
+            assert oracle.token_ids[row, : len(known.tokens)].tolist() == known.tokens[:LENGTH]
+
+
+def _equal(mine: torch.Tensor, theirs: np.ndarray) -> None:
+    values = mine.cpu().numpy()
+    assert values.tobytes() == theirs.astype(values.dtype, casting="safe").tobytes()
+
+
+def follow(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cpu") -> Counter[str]:
+    """`PLANS` plans through the runner and both oracles; counts what happened."""
+    runner = make_plan_runner(seed, decode_in_graph=decode_in_graph, device=device)
+    world, oracle, seen = World(seed), CondensedBatch(ROWS, LENGTH, BLOCK), Counter[str]()
+    for _ in range(PLANS):
         plan = world.plan()
+        seen["preempted"] += len(plan.preempted_request_ids)
+        seen["resumed"] += sum(change.resumed for change in plan.cached_requests)
+        oracle.apply(plan)
         empty = runner.execute_model(plan)
         assert (empty is not None) == (not plan.num_scheduled_tokens)
-        if empty is None:
-            check(runner, world, plan)
+        parked = runner.parked
+        if parked is None:
+            check_condensed(runner, oracle, plan, inputs=False)
+        else:
+            replayed = parked.context is None
+            # A graph that has made several steps holds the inputs of the last one.
+            check_condensed(runner, oracle, plan, inputs=parked.tokens is None or plan.num_steps == 1)
+            if not replayed:
+                check_rebuilt(runner, world, plan)
+            samples = {name: oracle.samples(name, count) for name, count in plan.num_scheduled_tokens.items()}
             output = runner.sample_tokens()
             assert output is not None
             result = output.get_output()
-            for name, tokens in zip(result.request_ids, result.sampled_token_ids, strict=True):
-                known = world.running[name]
-                known.computed += plan.num_scheduled_tokens[name]
-                assert len(tokens) == (known.computed >= known.prefill_len)
-                known.tokens += tokens
-        assert runner.slots.slot_of.keys() == world.running.keys()
-        for name, known in world.running.items():
-            slot = runner.slots.slot_of[name]
-            assert runner.slots.all_token_ids[slot, : len(known.tokens)].tolist() == known.tokens[:LENGTH]
-            assert (runner.slots.total_len[slot], runner.slots.num_computed_tokens[slot]) == (len(known.tokens), known.computed)
-            assert (runner.slots.total_len_np[slot], runner.slots.num_computed_tokens_np[slot]) == (len(known.tokens), known.computed)
+            sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
+            world.take(plan, sampled)
+            oracle.advance(sampled)
+            for name, tokens in sampled.items():
+                assert len(tokens) == samples[name] * plan.num_steps or world.running[name].ended
+            if parked.tokens is not None:
+                check_decoded(runner, world, parked.batch.request_ids)
+            seen["replayed"] += replayed
+            seen["sampled in the graph"] += parked.tokens is not None
+            seen["several steps"] += plan.num_steps > 1
+            seen["ended"] += sum(known.ended for known in world.running.values())
+        check_tokens(runner, world, oracle)
+    seen["moved"] = oracle.moves
+    return seen
+
+
+@pytest.mark.parametrize("decode_in_graph", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_persistent_batch_equals_its_oracles(seed: int, decode_in_graph: bool) -> None:
+    seen = follow(seed, decode_in_graph=decode_in_graph)
+    assert min(seen[name] for name in ("preempted", "resumed", "several steps", "ended", "moved")) > 0
+    assert (seen["replayed"] > 20, seen["sampled in the graph"] > 5) == (decode_in_graph, decode_in_graph)
+
+
+def test_the_condensed_batch_fills_gaps_from_the_end() -> None:
+    oracle = CondensedBatch(4, 8, 4)
+    new = [
+        NewRequest(request_id=name, token_ids=(n,) * (n + 1), prompt_len=1, block_ids=((n + 1,),), sampling=SamplingParams(seed=n))
+        for n, name in enumerate("abcd")
+    ]
+    oracle.apply(StepPlan(new_requests=tuple(new), num_scheduled_tokens=dict.fromkeys("abcd", 1)))
+    assert oracle.ids == ["a", "b", "c", "d"]
+    oracle.apply(StepPlan(num_scheduled_tokens=dict.fromkeys("bd", 1), finished_request_ids=frozenset("a")))
+    assert oracle.ids == ["d", "b", None, None]
+    assert (oracle.requests.keys(), oracle.token_ids[0, :4].tolist(), oracle.block_table[0, 0]) == (set("bcd"), [3] * 4, 4)
+    back = CachedRequest(request_id="c", num_computed_tokens=0, new_block_ids=((7, 8),), resumed=True)
+    oracle.apply(StepPlan(cached_requests=(back,), num_scheduled_tokens=dict.fromkeys("bcd", 1)))
+    assert oracle.ids == ["d", "b", "c", None]
+    assert oracle.block_table[2].tolist() == [7, 8]

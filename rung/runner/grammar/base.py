@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rung.errors import GrammarMatchError
+
 
 class GrammarMatcher(ABC):
     """How far one request has come. Lives on the host; called in the window between the two calls of a step."""
@@ -40,11 +42,16 @@ class GrammarMask:
 
     @classmethod
     def of(cls, matchers: Mapping[str, GrammarMatcher], vocab_size: int) -> GrammarMask | None:
-        """What these requests may sample next; None when nothing is forbidden."""
+        """What these requests may sample next; None when nothing is forbidden. Raises `GrammarMatchError`."""
         bits = np.zeros((len(matchers), num_words(vocab_size)), np.int32)
         rows: dict[str, int] = {}
         for request_id, matcher in matchers.items():
-            if matcher.fill(bits[len(rows)]):
+            try:
+                limited = matcher.fill(bits[len(rows)])
+            except Exception as error:
+                text = f"the grammar of request {request_id!r} failed: {type(error).__name__}: {error}"
+                raise GrammarMatchError(text, hint="the request ends with it", request_id=request_id) from error
+            if limited:
                 rows[request_id] = len(rows)
         return cls(rows, bits[: len(rows)]) if rows else None
 

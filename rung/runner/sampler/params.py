@@ -10,6 +10,8 @@ from typing import Any
 from rung.errors import SamplingParamsError
 from rung.runner.grammar.base import Grammar
 
+_LEAST = 1e-5  # divisors below it, or above its inverse, leave nothing of a logit in float32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -40,7 +42,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._normalise()
-        _require(_is_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "a number of at least 0")
+        in_range = _is_number(self.temperature) and (self.temperature == 0 or _LEAST <= self.temperature <= 1 / _LEAST)
+        _require(in_range, "temperature", self.temperature, f"0 (greedy), or a number from {_LEAST} to {1 / _LEAST:g}")
         _require(_is_count(self.top_k), "top_k", self.top_k, "an integer of at least 0 (0: all tokens)")
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
@@ -48,7 +51,8 @@ class SamplingParams:
             value = getattr(self, name)
             _require(_is_number(value) and -2 <= value <= 2, name, value, "a number in [-2, 2]")
         penalty = self.repetition_penalty
-        _require(_is_number(penalty) and penalty > 0, "repetition_penalty", penalty, "a number above 0")
+        in_range = _is_number(penalty) and _LEAST <= penalty <= 1 / _LEAST
+        _require(in_range, "repetition_penalty", penalty, f"a number from {_LEAST} to {1 / _LEAST:g}")
         _require(all(map(_is_number, self.logit_bias.values())), "logit_bias", dict(self.logit_bias), "a mapping from token ids to numbers")
         _require(self.allowed_token_ids is None or bool(self.allowed_token_ids), "allowed_token_ids", [], "a list that is not empty")
         _require(all(self.bad_words), "bad_words", self.bad_words, "token sequences that are not empty")
@@ -116,7 +120,7 @@ def _is_collection(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf and abs(value) < 1e30
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:

@@ -88,7 +88,7 @@ def test_wrong_number_of_values() -> None:
         ("fp32", "x"),
         ("fp32", 1e300),
         ("bf16", 1e300),
-        ("bf16", 10**400),
+        pytest.param("bf16", 10**400, id="a large integer"),
         ("bf16", "x"),
         pytest.param("i64", 10**5000, id="a long integer"),
         ("i1", 2),

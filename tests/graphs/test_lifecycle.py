@@ -121,6 +121,16 @@ def test_failure_while_resuming_names_the_size_and_leaves_the_rest_usable() -> N
     assert torch.equal(run_padded(manager, PIECEWISE_8, x)[0], plan(x)[0])
 
 
+@pytest.fixture
+def _only_new_objects() -> Iterator[None]:
+    """Objects from before are not looked at: in a process of many tests that takes seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_only_new_objects")
 @pytest.mark.parametrize("close", [GraphManager.release, GraphManager.suspend])
 def test_five_rounds_return_to_the_starting_bytes(close: Callable[[GraphManager], None]) -> None:
     plan = fresh_break_plan()

@@ -32,7 +32,7 @@ def test_a_second_of_soak(decoder: Decoder) -> None:
 
 @pytest.mark.slow
 def test_graphs_and_replays_under_a_soak(decoder: Decoder) -> None:
-    verdict = soak(decoder, CPU, seconds=20.0, seed=3, num_cases=12, variants=("decode graphs", "replays of 4"))
+    verdict = soak(decoder, CPU, seconds=10.0, seed=3, num_cases=12, variants=("decode graphs", "replays of 4"))
     assert verdict.failures == []
     wanted = ("finished", "aborted", "refused", "drains", "preempted", "prefix hit tokens", "plans of several steps")
     assert [name for name in wanted if not verdict.counts[name]] == []

@@ -26,8 +26,8 @@ from rung.passes.fusion import ResidualAdd
 SETTINGS = {
     # kernels choose among their few configurations at the first call, before any capture; compiling must not run them
     "triton.autotune_at_compile_time": False,
-    # the entry checks arguments once a call; pieces need not check again
-    "size_asserts": False,
+    # the entry checks arguments once a call; pieces need not check again, where torch leaves the choice
+    "size_asserts": torch_compat.needs_size_asserts(),
     "scalar_asserts": False,
 }
 # Independent pointwise kernels of one piece, such as the rotations of query and key, become one launch.

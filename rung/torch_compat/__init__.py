@@ -35,7 +35,14 @@ from rung.torch_compat.dispatch import (
     tree_leaves,
 )
 from rung.torch_compat.fresh_symbols import FreshSymbols
-from rung.torch_compat.inductor import artifact_source, compile_piece, deserialize_artifact, raw_callable, serialize_artifact
+from rung.torch_compat.inductor import (
+    artifact_source,
+    compile_piece,
+    deserialize_artifact,
+    needs_size_asserts,
+    raw_callable,
+    serialize_artifact,
+)
 from rung.torch_compat.keys import device_factors, toolchain_factors
 from rung.torch_compat.passes import PASS_OPTION, graph_pass, trace_body
 from rung.torch_compat.probes import PROBES, missing_apis
@@ -96,6 +103,7 @@ __all__ = [
     "no_dispatch_modes",
     "mark_unbacked",
     "missing_apis",
+    "needs_size_asserts",
     "node_location",
     "occupy_stream",
     "quiet_compiler",

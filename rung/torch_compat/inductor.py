@@ -30,6 +30,12 @@ def compile_piece(graph_module: fx.GraphModule, fresh: FreshSymbols, inputs: Seq
         )
 
 
+def needs_size_asserts() -> bool:
+    """Whether generated code knows the sizes of its inputs only when it asserts them: 2.14's wrapper binds symbols that no Dynamo source
+    names together with the assertions, and fails with a NameError without. Can go when it binds them anyway (`codegen_inputs`)."""
+    return tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 14)
+
+
 def serialize_artifact(artifact: Any) -> bytes:
     import torch._functorch.config as functorch_config
 

@@ -237,6 +237,13 @@ class GraphManager:
             if self.follow_addresses() and not self.without_graphs:
                 self._capture(held, model=self.memory_model)
 
+    def settle_addresses(self) -> None:
+        """Follow the policy for what a sweep has seen and nobody has followed yet. A dispatcher asks before it chooses: afterwards steps
+        may have to run without graphs."""
+        if self._guard is not None and self._guard.suspect:
+            with self._lock:
+                self._follow(self._guard.sweep(everything=True))
+
     def follow_addresses(self) -> bool:
         """Like `weights_changed`, but "recapture" leaves each graph to its next step. True when something had moved."""
         with self._lock:

@@ -158,6 +158,7 @@ class GraphForward(Forward):
 
     def dispatch(self, batch: Batch, *, best: GraphMode = GraphMode.FULL) -> Dispatch:
         """The mode and padded sizes for this batch, in no better mode than `best`."""
+        self.manager.settle_addresses()
         if self.manager.without_graphs:
             return Dispatch(exact(batch.shape), Reason.ADDRESS_CHANGED)
         return self.dispatcher.dispatch(batch.shape, best=best)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rung.counters import Count
-from rung.errors import AddressChangedError
+from rung.errors import AddressChangedError, StepFailedError
 from rung.graphs import ConfiguredMode
 from rung.graphs.guard import AddressPolicy
-from rung.runner import Engine, ModelRunner, SamplingParams
+from rung.runner import Engine, ModelRunner, NewRequest, SamplingParams, StepPlan
 from rung.runner.graph_forward import GraphForward
 from tests.runner.test_graph_forward import make, prompts_of
 
@@ -107,3 +107,24 @@ def test_a_change_that_was_told_is_followed_before_the_next_decode_graph(policy:
         tokens += [t for u in engine.step() for t in u.token_ids]
     assert tokens == runner.module.greedy([1, 2, 3], 8)
     assert (forward.manager.counters["step.none.address_changed"] > 0) is (policy == "none")
+
+
+def test_a_decode_step_behind_a_refused_one_runs_without_its_graph() -> None:
+    """The change was seen behind the step that raised; the graph of the next step would be replaced by a plan that does not sample."""
+    _, runner, forward = make(ConfiguredMode.FULL_AND_PIECEWISE, policy="none", decode_in_graph=True)
+    prompts = {"a": (1, 2, 3), "b": (5, 6)}
+    blocks = {"a": (1, 2), "b": (3, 4)}
+    new = tuple(
+        NewRequest(request_id=name, token_ids=prompt, prompt_len=len(prompt), block_ids=(blocks[name],), sampling=SamplingParams())
+        for name, prompt in prompts.items()
+    )
+    runner.execute_model(StepPlan(new_requests=new, num_scheduled_tokens={name: len(prompt) for name, prompt in prompts.items()}))
+    runner.sample_tokens()
+    replace_cache(runner)
+    with pytest.raises(StepFailedError, match="kv_cache"):
+        runner.execute_model(StepPlan(num_scheduled_tokens={"a": 1}))
+    runner.execute_model(StepPlan(num_scheduled_tokens={"b": 1}))
+    output = runner.sample_tokens()
+    assert output is not None
+    assert output.get_output().sampled_token_ids == ((runner.module.greedy([5, 6], 2)[1],),)
+    assert forward.manager.counters["step.none.address_changed"] == 1

@@ -84,7 +84,7 @@ class Capturing:
         started = time.perf_counter()
         account, before = self.account, set(self.programs)
         failures: list[CaptureError] = []
-        with self._backend.session(), torch.inference_mode(False), torch.no_grad():  # one session: entering it collects garbage
+        with self._backend.session(), torch.inference_mode(False), torch.no_grad():
             self.pool = self.pool or self._backend.new_pool()
             account.begin(descriptors, largest_first=order == "largest_first", shared_pool=self.pool.shares, model=model)
             while (descriptor := account.next()) is not None:
@@ -110,12 +110,9 @@ class Capturing:
         """Free all graphs and the pool."""
         if self.programs:
             self._backend.synchronize()  # a graph may still be running, and its memory is about to be somebody else's
-        for program in self.programs.values():
-            program.release()
-        self.programs.clear()
+        self._drop_programs()
         self._watched.clear()
         self._warm.clear()
-        self.pool = None
         self.failed.difference_update(self.account.trimmed)
         self.account.forget()
 
@@ -159,9 +156,12 @@ class Capturing:
 
     def _withdraw(self) -> None:
         """Give up graphs for the budget. The pool keeps the memory of its largest user, so everything starts anew in another one."""
+        self._drop_programs()
+        self._backend.reclaim()
+        self.account.start_over()
+
+    def _drop_programs(self) -> None:
         for program in self.programs.values():
             program.release()
         self.programs.clear()
         self.pool = None
-        self._backend.reclaim()
-        self.account.start_over()

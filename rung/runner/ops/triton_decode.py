@@ -43,10 +43,8 @@ class TritonDecodeOps(DecodeOps):
         self, scores: torch.Tensor, idx_mapping: torch.Tensor, seq_lens: torch.Tensor, sampling: RowSampling, any_random: bool
     ) -> torch.Tensor:
         rows, vocab = scores.shape
-        assert scores.stride(1) == 1
-        num_chunks = -(-vocab // _CHUNK)
-        values = torch.empty(rows, num_chunks, dtype=torch.float32, device=scores.device)
-        tokens = torch.empty(rows, num_chunks, dtype=torch.int32, device=scores.device)
+        values, tokens = _best_of_chunks(scores)
+        num_chunks = values.shape[1]
         out = torch.empty(rows, dtype=torch.int64, device=scores.device)
         PICK_CHUNK.run(
             (rows, num_chunks, 1),
@@ -58,10 +56,8 @@ class TritonDecodeOps(DecodeOps):
 
     def sample(self, logits: torch.Tensor, slots: RequestSlots, buffers: InputBuffers, sampling: RowSampling, state: DecodeState) -> None:
         rows, vocab = logits.shape
-        assert logits.stride(1) == 1
-        num_chunks = -(-vocab // _CHUNK)
-        values = torch.empty(rows, num_chunks, dtype=torch.float32, device=logits.device)
-        tokens = torch.empty(rows, num_chunks, dtype=torch.int32, device=logits.device)
+        values, tokens = _best_of_chunks(logits)
+        num_chunks = values.shape[1]
         SAMPLE_CHUNK.run(
             (rows, num_chunks, 1),
             logits, buffers.idx_mapping, buffers.seq_lens, sampling.temperature, sampling.seed, state.step, values, tokens,
@@ -74,3 +70,10 @@ class TritonDecodeOps(DecodeOps):
             slots.all_token_ids_storage, num_chunks, state.history.shape[0], state.history.stride(0), slots.max_model_len,
             slots.all_token_ids_storage.stride(0), CHUNKS=1 << (num_chunks - 1).bit_length(), STOPS=MAX_STOP_IDS, num_warps=1,
         )  # fmt: skip
+
+
+def _best_of_chunks(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the best score (float32) and its token (int32) of each chunk of a row, [rows, chunks] each."""
+    assert scores.stride(1) == 1
+    shape = scores.shape[0], -(-scores.shape[1] // _CHUNK)
+    return scores.new_empty(shape, dtype=torch.float32), scores.new_empty(shape, dtype=torch.int32)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from rung.errors import ConfigError
 
@@ -42,7 +42,7 @@ def cache_dir() -> Path:
 
 GRAPH_MODES = ("none", "piecewise", "full", "auto")
 OUTPUT_POLICIES = ("clone", "borrow")
-ADDRESS_POLICIES = ("recapture", "raise", "none")
+AddressPolicy = Literal["raise", "recapture", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +64,14 @@ class CompileConfig:
     max_waste: float | None = 2.0  # pad a dimension to at most so many times its size, else run without a graph; None: no cap
     graph_memory_bytes: int | None = None  # for pool and executables; sizes beyond run without a graph; None: no limit
     outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
-    on_address_change: str = "recapture"  # when a tensor that graphs read was replaced: one of ADDRESS_POLICIES
+    on_address_change: AddressPolicy = "recapture"  # when a tensor that graphs read was replaced
     max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
 
     def __post_init__(self) -> None:
         _one_of("graphs", self.graphs, GRAPH_MODES)
         _one_of("outputs", self.outputs, OUTPUT_POLICIES)
-        _one_of("on_address_change", self.on_address_change, ADDRESS_POLICIES)
+        _one_of("on_address_change", self.on_address_change, get_args(AddressPolicy))
         if self.maximum is not None and self.maximum < 1:
             raise ConfigError(f"maximum must be at least 1, got {self.maximum}", hint="give the largest size of the dynamic dimension")
         if self.capture_after < 1:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from rung.config import AddressPolicy
 from rung.errors import AddressChangedError
 from rung.graphs.buffers import StaticBuffer
 from rung.graphs.descriptor import Descriptor
 
 Read = Callable[[], object]
 Watched = Callable[[], Iterable[tuple[str, Read]]]  # names, and how to read what bears them now; walked again for a complete check
-AddressPolicy = Literal["raise", "recapture", "none"]
 Place = tuple[Any, ...]  # address, shape, strides, dtype, device; empty for what is no tensor
 
 PART = 64  # tensors and submodules looked at in a step: about 15 us on the host, while the device works

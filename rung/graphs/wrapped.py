@@ -67,7 +67,7 @@ class WrappedGraphs:
         self._capacity = dict.fromkeys(self.dims, 0)
         self._addresses = Addresses(
             watched=lambda: module_tensors(owner) if isinstance(owner, torch.nn.Module) else (),
-            on_change=config.on_address_change,  # type: ignore[arg-type]
+            on_change=config.on_address_change,
             rebind=rebind,
             before_replay=bool(written_weights(compiled)),
         )

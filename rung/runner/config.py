@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from rung.config import AddressPolicy
 from rung.errors import ConfigError
 
-AddressChange = Literal["raise", "recapture", "none"]
 Mode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
 
 
@@ -41,15 +41,15 @@ class RunnerConfig:
     max_waste: float | None = 2.0  # pad a step to at most so many times its tokens, else run it without a graph; None: no cap
     step_trace: str | Path | None = None  # `build_runner` appends a line for each step to this file (docs/trace.md)
     attention_backend: str = "auto"
-    on_address_change: AddressChange = "raise"  # when a weight or cache that graphs read was replaced: also "recapture", or "none" (graphs)
+    on_address_change: AddressPolicy = "raise"  # when a weight or cache that graphs read was replaced: also "recapture", or "none" (graphs)
     eager: bool = False  # run the model uncompiled
 
     def __post_init__(self) -> None:
         if self.graphs not in get_args(Mode):
             raise ConfigError(f"graphs must be one of {', '.join(get_args(Mode))}; got {self.graphs!r}", hint="use 'none' if unsure")
-        if self.on_address_change not in get_args(AddressChange):
+        if self.on_address_change not in get_args(AddressPolicy):
             raise ConfigError(
-                f"on_address_change must be one of {', '.join(get_args(AddressChange))}; got {self.on_address_change!r}",
+                f"on_address_change must be one of {', '.join(get_args(AddressPolicy))}; got {self.on_address_change!r}",
                 hint="use 'raise' if unsure",
             )
         for name in ("max_num_requests", "max_num_tokens", "max_model_len", "block_size", "steps_in_flight", "replay_steps"):

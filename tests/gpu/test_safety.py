@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 import rung
+from rung.config import AddressPolicy
 from rung.counters import Count, Counters
 from rung.errors import AddressChangedError, CaptureError, ForkedProcessError, GeneratorError, HostCopyError, HostReadError, StreamError
 from rung.graphs import Descriptor, Dispatcher, GraphMode, Ladder, Shape, plan_descriptors
 from rung.graphs.descriptor import ConfiguredMode
-from rung.graphs.guard import Addresses, AddressPolicy, module_tensors
+from rung.graphs.guard import Addresses, module_tensors
 from rung.runner.transfer import HostToDevice
 from tests.graphs.test_addresses import Net, Tied, module_plan, rebuild_buffer
 from tests.graphs.test_process import in_child

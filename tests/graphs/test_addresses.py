@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rung.config import AddressPolicy
 from rung.counters import Count
 from rung.errors import AddressChangedError
 from rung.graphs import Descriptor, GraphManager, GraphMode
-from rung.graphs.guard import Addresses, AddressGuard, AddressPolicy, module_tensors
+from rung.graphs.guard import Addresses, AddressGuard, module_tensors
 from tests.graphs.toys import ToyPlan, brk, data, make_manager, only, run_padded
 
 FULL_4 = Descriptor(mode=GraphMode.FULL, num_tokens=4)

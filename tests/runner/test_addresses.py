@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from rung.config import AddressPolicy
 from rung.counters import Count
 from rung.errors import AddressChangedError, StepFailedError
 from rung.graphs import ConfiguredMode
-from rung.graphs.guard import AddressPolicy
 from rung.runner import Engine, ModelRunner, NewRequest, SamplingParams, StepPlan
 from rung.runner.graph_forward import GraphForward
 from tests.runner.test_graph_forward import make, prompts_of

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from rung.attention import AttentionBackend, CaptureSupport
 from rung.attention.backends.torch_reference import TorchReference
 from rung.compile.bound import BoundStep, StepRunner
+from rung.config import AddressPolicy
 from rung.counters import Count
 from rung.graphs import ConfiguredMode, Dispatcher, GraphMode, Ladder, make_backend, plan_descriptors
-from rung.graphs.guard import Addresses, AddressPolicy, module_tensors
+from rung.graphs.guard import Addresses, module_tensors
 from rung.runner import Engine, InProcessExecutor, ModelRunner, NewRequest, RunnerConfig, SamplingParams, Scheduler, StepPlan
 from rung.runner.batch import Batch, dummy_batch, gather_batch
 from rung.runner.graph_forward import GraphForward

@@ -15,30 +15,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.bursts import burst_us
+
 ROUNDS, BURST = 15, 200  # the median of rounds; a burst stays below the driver's queue of launches
+host_us = partial(burst_us, burst=BURST, rounds=ROUNDS)
 BLOCK = 128
 TOYS = "tests.launch.toy_kernels"
 Row = tuple[str, str, float | str]
-
-
-def burst_us(launch: Callable[[], object]) -> float:
-    """Host us a launch: the median over bursts with no synchronisation inside."""
-    for _ in range(20):
-        launch()
-    times = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(BURST):
-            launch()
-        times.append((time.perf_counter() - start) / BURST * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(times)
 
 
 def captured_us(launch: Callable[[], object]) -> float:
@@ -115,7 +104,7 @@ def host_rows() -> Iterator[Row]:
 
         launches["torch static launcher"] = torch_static
         for launch_name, launch in launches.items():
-            yield f"{label}: us a launch", launch_name, burst_us(launch)
+            yield f"{label}: us a launch", launch_name, host_us(launch)
 
         def current_static(static: Any = static, arguments: Any = (*tensors, *numbers)) -> None:
             static.run(1, 1, 1, torch.cuda.current_stream().cuda_stream, *arguments)
@@ -232,9 +221,9 @@ def attention_rows() -> Iterator[Row]:
             backend.write_kv(batch.key, batch.value, batch.cache, batch.metadata.slot_mapping)
             backend.forward(batch.query, batch.cache, out, batch.metadata)
 
-        yield f"attention, {label}: us a break", "prebound", burst_us(one)
+        yield f"attention, {label}: us a break", "prebound", host_us(one)
         with through_triton():
-            yield f"attention, {label}: us a break", "triton kernel[grid]", burst_us(one)
+            yield f"attention, {label}: us a break", "triton kernel[grid]", host_us(one)
 
 
 def main() -> None:

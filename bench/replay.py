@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from bench.bursts import burst_us
 from rung.cli.assembly import open_decoder
 from rung.cli.options import resolve_device, resolve_dtype
 from rung.graphs import GraphMode, Shape
@@ -24,19 +23,7 @@ from rung.runner import RunnerConfig, build_runner
 from rung.runner.graph_forward import GraphForward
 
 BURST, ROUNDS = 8, 40
-
-
-def burst_us(call: Callable[[], object]) -> float:
-    """Median us a call over bursts; the device is idle when a burst begins."""
-    times = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(BURST):
-            call()
-        times.append((time.perf_counter() - start) / BURST * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(times)
+host_us = partial(burst_us, burst=BURST, rounds=ROUNDS)
 
 
 def measure(target: str, requests: int) -> dict[str, float]:
@@ -55,11 +42,11 @@ def measure(target: str, requests: int) -> dict[str, float]:
     manager = forward.manager
     program = manager.program(dispatch.descriptor)
     with torch.no_grad():
-        launch = burst_us(program.replay)
-        chosen = burst_us(lambda: forward.dispatcher.dispatch(shape))
-        whole = burst_us(lambda: manager.run(dispatch))
+        launch = host_us(program.replay)
+        chosen = host_us(lambda: forward.dispatcher.dispatch(shape))
+        whole = host_us(lambda: manager.run(dispatch))
         guard, manager._guard = manager._guard, None
-        without_sweep = burst_us(lambda: manager.run(dispatch))
+        without_sweep = host_us(lambda: manager.run(dispatch))
         manager._guard = guard
     return {
         "launch": launch,

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rung.attention.backends.triton_paged import TritonPaged, plan_launch, query_blocks, why_no_triton, zero_padded_rows_triton
+from rung.attention.backends.launch_plan import Launch, plan_launch, query_blocks
+from rung.attention.backends.triton_paged import TritonPaged, why_no_triton, zero_padded_rows_triton
 from tests.attention.cases import LENGTHS, NAN, T13_SLOTS, check_writes_only_its_slots, make_batch, make_spec
 
 CPU = torch.device("cpu")
@@ -40,6 +41,35 @@ def test_splits_with_several_rows_a_program(kind: str, window: int | None) -> No
     size = {"num_tokens": batch.query.shape[0], "num_requests": batch.metadata.num_requests}
     launch = plan_launch(batch.spec, **size, max_query_len=33, max_seq_len=48, processors=1, element_size=4)
     batch.check(TritonPaged(batch.spec, replace(launch, splits=3)), 1e-5)
+
+
+FIRST_CHUNKS = [(1, 0), (17, 0), (0, 0), (40, 0)]
+
+
+@runs
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, 5.0)])
+@pytest.mark.parametrize(("lengths", "splits"), [(LENGTHS["chunked"], 1), (LENGTHS["mixed"], 3), (FIRST_CHUNKS, 1)])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_late_weights(
+    late: bool, lengths: list[tuple[int, int]], splits: int, window: int | None, cap: float | None, block_size: int
+) -> None:
+    batch = make_batch(make_spec(window=window, cap=cap), lengths, block_size=block_size, padded_rows=2).without_host()
+    launch = Launch(block_q=8, block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=3, late=late)
+    batch.check(TritonPaged(batch.spec, launch), 1e-5)
+
+
+@runs
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("window", "cap", "head_size"), [(None, None, 16), (20, 5.0, 40)])
+def test_first_chunks_are_read_from_the_flat_batch(late: bool, window: int | None, cap: float | None, head_size: int) -> None:
+    batch = make_batch(make_spec(head_size=head_size, window=window, cap=cap), FIRST_CHUNKS, padded_requests=1, padded_rows=3)
+    launch = Launch(block_q=8, block_m=16, block_n=16, splits=1, num_warps=4, num_stages=3, late=late)
+    out = torch.full_like(batch.query, NAN)  # nothing is written to the cache, whose slots are NaN
+    TritonPaged(batch.spec, launch).forward(batch.query, batch.cache, out, batch.metadata, batch.key, batch.value)
+    actual = batch.num_actual_tokens
+    assert float((out[:actual] - batch.expected[:actual]).norm() / batch.expected.norm()) < 1e-5
+    assert bool((out[actual:] == 0).all())
 
 
 @runs

@@ -20,8 +20,6 @@ class Launch:
     splits: int  # shares of the keys
     num_warps: int
     num_stages: int
-    far: bool = False
-    late: bool = False  # a step multiplies the weights of the step before, so that softmax and matrix units work side by side
 
 
 def query_blocks(num_tokens: int, num_requests: int, block_q: int) -> int:
@@ -36,32 +34,40 @@ def plan_launch(
     num_requests: int,
     max_query_len: int,
     max_seq_len: int,
+    block_size: int,
     processors: int,
     element_size: int = 2,
 ) -> Launch:
-    """The launch for a batch on a device of `processors` multiprocessors, found on an H200 (`bench.attention_sweep`).
+    """The launch for a batch on a device of `processors` multiprocessors; `block_size` 0 is the flat batch. Found on an H200 with
+    `bench.attention_sweep`.
 
-    Decode reads each key once for one group of heads and is bound by the bytes in flight: three or four programs of 64 keys a step share
-    a multiprocessor. Where there are fewer than two, the keys are split; where there are more, a program holds less. Prefill wants tiles
-    that fill the matrix units, of which one program fits."""
+    Decode reads each key once for one group of heads and is bound by the bytes in flight, so programs share a multiprocessor: where there
+    are fewer than two, the keys are split; where all fit at once in a smaller size, they are smaller. Prefill is bound by the matrix
+    units and what waits for them: one program of 128 rows, or two of 64 where a tile is one page."""
     group = spec.num_heads // spec.num_kv_heads
     columns = padded(spec.head_size)
     rows = max_query_len * group
-    decode = rows <= 16
-    if decode:
-        block_m, num_warps = 16, 4
-    else:
-        block_m = 32 if rows <= 32 or element_size > 2 else 64 if rows <= 64 else 128
-        num_warps = 8 if block_m == 128 else 4
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 or element_size > 2 else 64 if rows <= 64 else 128
+    block_n, num_warps, num_stages = 64, 4, 3
+    if block_m == 128 and columns <= 128:
+        if block_size % 64:  # pages of several to a tile: a smaller tile leaves registers for their addresses
+            block_n, num_warps, num_stages = 32, 8, 4
+        elif block_size == 0:
+            num_warps = 8
+        else:
+            block_m = 64
+    elif block_m == 128:
+        num_warps = 8
     block_m = max(block_m, padded(group))
-    block_n = max(16, min(64, 8192 // columns) * 2 // element_size)
     block_q = 1 if max_query_len == 1 else block_m // group
     programs = max(1, query_blocks(num_tokens, num_requests, block_q) * spec.num_kv_heads)
     room = 2 * processors * max(1, 128 // columns)  # programs that keep the memory busy
+    if block_m == 16 and room < programs <= 4 * room:
+        block_n, num_warps = 32, 2
+    block_n = max(16, min(block_n, 8192 // columns) * 2 // element_size)
     reach = max_seq_len if spec.sliding_window is None else min(max_seq_len, spec.sliding_window + block_q)
     splits = max(1, min(room // programs, -(-reach // _KEYS_A_SPLIT), MAX_SPLITS))
-    num_stages = 2 if decode and programs > room else 3
-    return Launch(block_q=block_q, block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=num_stages, far=block_m >= 64)
+    return Launch(block_q=block_q, block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=num_stages)
 
 
 def padded(size: int) -> int:

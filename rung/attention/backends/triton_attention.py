@@ -114,61 +114,26 @@ def _attend(
     first, last, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride, value_slot_stride, scale, soft_cap,
     highest, total, sums,
     MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FAR: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Tiles first to last (exclusive). MASKED: some row may not see some key of a tile."""
+    # Pages are loaded a tile ahead and handed on: otherwise the pipeliner gives the block table, of which the addresses depend, stages
+    # of the buffers' depth.
     page = _pages(first, seq_end, table, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-    next_page = _pages(first + 1, seq_end, table, BLOCK_SIZE, BLOCK_N, ONE_PAGE) if FAR else page
     for tile in range(first, last):
         key_place = _place(tile, page, block_stride, key_slot_stride, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
         value_place = _place(tile, page, block_stride, value_slot_stride, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
         keys = _load(key_cache, key_place, tile, seq_end, key_slot_stride, MASKED, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS)
-        values = _load(value_cache, value_place, tile, seq_end, value_slot_stride, MASKED, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS)
-        # Pages are loaded two tiles ahead, because the pipeliner takes up the slack of one. The sum with zero keeps the two steps apart:
-        # it does not pipeline a loop that hands a value on unchanged.
-        if FAR:
-            page = next_page + (tile >> 31)
-            next_page = _pages(tile + 2, seq_end, table, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-        else:
-            page = _pages(tile + 1, seq_end, table, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
+        values = _load(
+            value_cache, value_place, tile, seq_end, value_slot_stride, MASKED, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS
+        )
+        page = _pages(tile + 1, seq_end, table, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         weights, fade, highest, total = _soften(
             scores, tile, position, scale, soft_cap, highest, total, MASKED, BLOCK_N, WINDOW, HAS_SOFT_CAP
         )
         sums = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), sums * fade[:, None], input_precision="ieee")
     return highest, total, sums
-
-
-@triton.jit
-def _attend_late(
-    first, last, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride, value_slot_stride, scale, soft_cap,
-    highest, total, sums, weights, fade, late,
-    MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """Like `_attend`, but the weights of a tile are multiplied with its values a step later, while the next weights are computed: Triton
-    leaves a product running whose result is first used behind the wait for the scores. `late` is the tile that `weights` belong to."""
-    value_page = _pages(late, seq_end, table, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-    page = _pages(first, seq_end, table, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-    next_page = _pages(first + 1, seq_end, table, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-    for tile in range(first, last):
-        behind = tl.maximum(tile - 1, late)
-        key_place = _place(tile, page, block_stride, key_slot_stride, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-        value_place = _place(behind, value_page, block_stride, value_slot_stride, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-        keys = _load(key_cache, key_place, tile, seq_end, key_slot_stride, MASKED, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS)
-        values = _load(value_cache, value_place, behind, seq_end, value_slot_stride, MASKED, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS)
-        value_page = page + (tile >> 31)
-        if FAR:
-            page = next_page + (tile >> 31)
-            next_page = _pages(tile + 2, seq_end, table, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-        else:
-            page = _pages(tile + 1, seq_end, table, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        sums = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), sums * fade[:, None], input_precision="ieee")
-        weights, fade, highest, total = _soften(
-            scores, tile, position, scale, soft_cap, highest, total, MASKED, BLOCK_N, WINDOW, HAS_SOFT_CAP
-        )
-    return highest, total, sums, weights, fade
 
 
 @triton.jit(
@@ -210,8 +175,6 @@ def paged_attention_kernel(
     HAS_SOFT_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
     EARLY: tl.constexpr,  # whether the reduction may be launched while this runs (programmatic dependent launch)
-    FAR: tl.constexpr,
-    LATE: tl.constexpr,  # whether a step multiplies the weights of the step before: for prefill
 ):
     """Causal attention of BLOCK_Q tokens of one request, all query heads of one KV head, over one share of the keys.
 
@@ -268,37 +231,16 @@ def paged_attention_kernel(
     if BLOCK_SIZE == 0:
         key_cache += start.to(tl.int64) * key_slot_stride
         value_cache += start.to(tl.int64) * value_slot_stride
-    if LATE:
-        weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        fade = tl.full([BLOCK_M], 1.0, tl.float32)
-        if first_tile < last_tile:
-            highest, total, sums, weights, fade = _attend_late(
-                first_tile, seen_by_all, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride,
-                value_slot_stride, scale, soft_cap, highest, total, sums, weights, fade, first_tile,
-                False, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS, WINDOW, HAS_SOFT_CAP, FAR,
-            )  # fmt: skip
-            highest, total, sums, weights, fade = _attend_late(
-                seen_by_all, last_tile, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride,
-                value_slot_stride, scale, soft_cap, highest, total, sums, weights, fade, tl.maximum(seen_by_all - 1, first_tile),
-                True, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS, WINDOW, HAS_SOFT_CAP, FAR,
-            )  # fmt: skip
-            page = _pages(last_tile - 1, seq_end, table, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-            place = _place(last_tile - 1, page, block_stride, value_slot_stride, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-            values = _load(
-                value_cache, place, last_tile - 1, seq_end, value_slot_stride, True, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS
-            )
-            sums = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), sums * fade[:, None], input_precision="ieee")
-    else:
-        highest, total, sums = _attend(
-            first_tile, seen_by_all, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride,
-            value_slot_stride, scale, soft_cap, highest, total, sums,
-            False, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS, WINDOW, HAS_SOFT_CAP, FAR,
-        )  # fmt: skip
-        highest, total, sums = _attend(
-            seen_by_all, last_tile, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride,
-            value_slot_stride, scale, soft_cap, highest, total, sums,
-            True, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS, WINDOW, HAS_SOFT_CAP, FAR,
-        )  # fmt: skip
+    highest, total, sums = _attend(
+        first_tile, seen_by_all, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride,
+        value_slot_stride, scale, soft_cap, highest, total, sums,
+        False, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS, WINDOW, HAS_SOFT_CAP,
+    )  # fmt: skip
+    highest, total, sums = _attend(
+        seen_by_all, last_tile, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride,
+        value_slot_stride, scale, soft_cap, highest, total, sums,
+        True, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS, WINDOW, HAS_SOFT_CAP,
+    )  # fmt: skip
 
     some = total > 0.0
     result = tl.where(some[:, None], sums / tl.where(some, total, 1.0)[:, None], 0.0)

@@ -133,8 +133,6 @@ class TritonPaged(AttentionBackend):
         num_tokens, num_heads, head_size = query.shape
         if num_tokens == 0:
             return
-        spec, launch = self.spec, self.launch or self._plan(query, metadata)
-        scales, sums = self._workspace(query, launch.splits)
         if key is not None and value is not None and only_first_chunks(metadata):
             keys, values, block_size = _rows(key, "key"), _rows(value, "value"), 0
             strides = (0, key.stride(0), key.stride(1), value.stride(0), value.stride(1))
@@ -142,6 +140,8 @@ class TritonPaged(AttentionBackend):
             keys, values, block_size = cache.key, cache.value, cache.block_size
             block, slot, head, _ = _cache_strides(cache)
             strides = (block, slot, head, slot, head)
+        spec, launch = self.spec, self.launch or self._plan(query, metadata, block_size)
+        scales, sums = self._workspace(query, launch.splits)
         columns = padded(head_size)
         blocks = query_blocks(num_tokens, metadata.num_requests, launch.block_q)
         early = launch.splits > 1 and _early(query.device)
@@ -154,7 +154,7 @@ class TritonPaged(AttentionBackend):
             GROUP=num_heads // spec.num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
             BLOCK_Q=launch.block_q, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, COLUMNS=columns,
             WINDOW=spec.sliding_window or 0, HAS_SOFT_CAP=spec.soft_cap is not None, SPLIT=launch.splits > 1, EARLY=early,
-            LATE=launch.late, FAR=launch.far, num_warps=launch.num_warps, num_stages=launch.num_stages,
+            num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
         if launch.splits > 1:
             REDUCE_SPLITS.run(
@@ -163,13 +163,14 @@ class TritonPaged(AttentionBackend):
                 HEAD_SIZE=head_size, COLUMNS=columns, MAX_SPLITS=MAX_SPLITS, STEP=16, EARLY=early, num_warps=2, launch_pdl=early,
             )  # fmt: skip
 
-    def _plan(self, query: torch.Tensor, metadata: AttentionMetadata) -> Launch:
+    def _plan(self, query: torch.Tensor, metadata: AttentionMetadata, block_size: int) -> Launch:
         return plan_launch(
             self.spec,
             num_tokens=query.shape[0],
             num_requests=metadata.num_requests,
             max_query_len=metadata.max_query_len,
             max_seq_len=metadata.max_seq_len,
+            block_size=block_size,
             processors=_processors(query.device),
             element_size=query.element_size(),
         )

@@ -3,7 +3,8 @@
 The break contract of rung, in terms of attention:
 
 * a backend writes every row of `out` in every call: rows of requests with their result, padded rows with zero;
-* `write_kv` ignores rows whose slot is -1 and decides nothing on the host, so it is captured in every mode, with the piece before it;
+* `write_kv` and `rotate_and_write` write nothing for rows whose slot is -1 and decide nothing on the host, so they are captured in every
+  mode, with the piece before them;
 * when `metadata.host` is None nothing may be decided on the host: all lengths are read on the device, the call is capturable, and the
   shapes of the metadata tensors plus `max_query_len` / `max_seq_len` (upper bounds) are all that may steer the launch;
 * a backend keeps no reference to the metadata after the call.
@@ -19,6 +20,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from rung.attention.rotation import Rotation, rotated_query_and_key
 
 PAD_SLOT = -1  # slot mapping of a row that must not be written
 
@@ -98,7 +101,25 @@ class AttentionBackend(ABC):
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         """Scatter `key` and `value` ([num_tokens, num_kv_heads, head_size]) into `cache` by slot; slot -1 writes nothing."""
 
+    def rotate_and_write(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        rotated: torch.Tensor,
+        cache: KVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Rotate `query` into `rotated` (same shape) and `key` into the cache, beside `value`. Every row of `rotated` is written, with zero
+        where the slot is -1; all inputs may be strided views. This is what it means; a backend may do it with one kernel."""
+        turned, key = rotated_query_and_key(query, key, rotation)
+        # A padded row may hold NaN: it is replaced, not weighted.
+        rotated.copy_(torch.where((slot_mapping >= 0)[:, None, None], turned, 0))
+        self.write_kv(key, value, cache, slot_mapping)
+
     @abstractmethod
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
         """Causal attention of `query` ([num_tokens, num_heads, head_size]) over the cached keys of each row's request, into `out`
-        (same shape). `write_kv` of this step has run before. Row t of request i has position seq_lens[i] - query_len(i) + t."""
+        (same shape). This step's `write_kv` or `rotate_and_write` has run before. Row t of request i has position
+        seq_lens[i] - query_len(i) + t."""

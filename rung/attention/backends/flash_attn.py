@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 import torch
 
 from rung.attention.backends.kv_write import write_kv_torch
+from rung.attention.backends.rotary_write import rotate_and_write_triton
 from rung.attention.backends.triton_paged import why_no_triton, write_kv_triton, zero_padded_rows_triton
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
+from rung.attention.rotation import Rotation
 from rung.config import variable
 from rung.torch_compat import in_dispatch_mode, no_dispatch_modes
 
@@ -53,11 +55,24 @@ def _why_not_here(spec: AttentionSpec, dtype: torch.dtype, device: torch.device,
 
 
 class _FlashAttention(AttentionBackend):
-    """What the versions share: the KV write, the windows, and zeroing the rows that the libraries leave alone."""
+    """What the versions share: the rotation and KV write, the windows, and zeroing the rows that the libraries leave alone."""
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write = write_kv_torch if why_no_triton(key.device) else write_kv_triton
         write(key, value, cache, slot_mapping)
+
+    def rotate_and_write(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        rotated: torch.Tensor,
+        cache: KVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        write = super().rotate_and_write if why_no_triton(key.device) else rotate_and_write_triton
+        write(query, key, value, rotation, rotated, cache, slot_mapping)
 
     @property
     def _window(self) -> tuple[int, int]:

@@ -13,7 +13,8 @@ The break contract of rung, in terms of attention:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
 
@@ -69,6 +70,17 @@ class AttentionMetadata:
     max_seq_len: int  # upper bound over the requests
     host: HostMetadata | None = None
     may_pad: bool = True  # False: every row belongs to a request (a padded request has one key, in block 0), so none is left to be zeroed
+    _shared: dict[Hashable, tuple[KVCache, torch.Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once_a_step(self, key: Hashable, layer: KVCache, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `make` enqueued for the first layer that asked under `key`, for all layers of the step.
+
+        The layer that made it makes it anew when it comes again: a warm-up and the capture behind it share one object, and the graph must
+        hold the work itself."""
+        found = self._shared.get(key)
+        if found is None or found[0] is layer:
+            found = self._shared[key] = (layer, make())
+        return found[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,11 @@ def library_path() -> str | None:
 
 
 @functools.cache
-def _library_forward(path: str) -> Callable[..., Any]:
+def _library_functions(path: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Attention, and the scheduler's metadata for it."""
     torch.ops.load_library(path)
-    forward: Callable[..., Any] = torch.ops._vllm_fa3_C.fwd.default
-    return forward
+    library = torch.ops._vllm_fa3_C
+    return library.fwd.default, library.get_scheduler_metadata.default
 
 
 def _why_not_here(spec: AttentionSpec, dtype: torch.dtype, device: torch.device, capability: tuple[int, int]) -> str | None:
@@ -116,7 +117,11 @@ class FlashAttention3(_FlashAttention):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         path = library_path()
-        self._library = None if path is None else _library_forward(path)
+        self.num_splits = 0  # shares of the keys at most; 0: the library bounds them by the longest request that may come
+        self._library: Callable[..., Any] | None = None
+        self._scheduler: Callable[..., Any] | None = None
+        if path is not None:
+            self._library, self._scheduler = _library_functions(path)
 
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
         if query.shape[0] == 0:
@@ -133,16 +138,31 @@ class FlashAttention3(_FlashAttention):
                 return self._forward_library(query, cache, out, metadata)
         assert self._library is not None
         left, right = self._window
-        # Without a scheduler's metadata and with 0 splits the library chooses the splits from the bounds, as a capture needs.
+        schedule = metadata.once_a_step((self.name, self.spec), cache, lambda: self._schedule(query, cache, metadata))
         self._library(
             query, cache.key, cache.value, None, None, None, out,  # q, k, v, k_new, v_new, q_v, out
             metadata.query_start_loc, None, None, None, metadata.seq_lens,  # cu_seqlens q, k, k_new; seqused q, k
             metadata.max_query_len, metadata.max_seq_len, metadata.block_table, None, None,  # kv_batch_idx, leftpad_k
             None, None, None, None, None, None,  # rotary cos, sin, seqlens; descale q, k, v
             self.spec.scale, True, left, right, self.spec.soft_cap or 0.0, True,  # is_rotary_interleaved
-            None, 0, None, 0, None,  # scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux
+            schedule, self.num_splits, None, 0, None,  # scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux
             1, 0, None,  # context parallelism: world size, rank, lengths
         )  # fmt: skip
+
+    def _schedule(self, query: torch.Tensor, cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
+        """The scheduler's metadata, int32, which depend on lengths alone. Each call would compute them by a kernel of its own.
+
+        Every call leaves them as it found them: its last kernel puts the tile counter back to zero."""
+        assert self._scheduler is not None
+        spec, (left, right) = self.spec, self._window
+        schedule: torch.Tensor = self._scheduler(
+            metadata.num_requests, metadata.max_query_len, metadata.max_seq_len, spec.num_heads, spec.num_kv_heads,
+            spec.head_size, spec.head_size, query.dtype, metadata.seq_lens,  # head size of the values, seqused_k
+            metadata.query_start_loc, None, None, None, None,  # cu_seqlens q, k, k_new; seqused_q, leftpad_k
+            cache.block_size, 0, True, left, right, spec.soft_cap is not None,  # page_size, max_seqlen_k_new, is_causal
+            self.num_splits, None, 0,  # pack_gqa, sm_margin
+        )  # fmt: skip
+        return schedule
 
     def _forward_package(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
         interface = importlib.import_module("flash_attn_interface")

@@ -3,7 +3,7 @@
     RUNG_FLASH_ATTN_LIBRARY=... python -m bench.flash_settings --out settings.json
 
 Each figure is a captured graph of several layers with caches of their own and one batch, over the number of layers. `bound` is the longest
-request that the graph must serve. Settings: a schedule for each call or one for all layers, and the number of splits (0: the library's).
+request that the graph must serve. Settings: a schedule for each call or one for all layers, and the most splits of a request's keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYERS = 16
 class OneScheduleACall(FlashAttention3):
     """A schedule is made inside of every call, as without `once_a_step`."""
 
-    def _schedule(self, query: torch.Tensor, cache: KVCache, metadata: AttentionMetadata) -> Any:
+    def _schedule(self, query: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, splits: int) -> Any:
         return None
 
 
@@ -39,15 +39,15 @@ class OneScheduleACall(FlashAttention3):
 class Setting:
     name: str
     backend: type[AttentionBackend]
-    splits: int = 0
+    splits: int | None = 0
 
 
 SETTINGS = [
     Setting(name="a schedule a call", backend=OneScheduleACall),
     Setting(name="one schedule", backend=FlashAttention3),
-    Setting(name="a schedule a call, 1 split", backend=OneScheduleACall, splits=1),
-    Setting(name="one schedule, 1 split", backend=FlashAttention3, splits=1),
+    Setting(name="1 split", backend=FlashAttention3, splits=1),
     *(Setting(name=f"one schedule, {n} splits", backend=FlashAttention3, splits=n) for n in (4, 8, 16, 32)),
+    Setting(name="flash_attn", backend=FlashAttention3, splits=None),
     Setting(name="triton_paged", backend=TritonPaged),
 ]
 

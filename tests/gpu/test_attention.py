@@ -10,6 +10,7 @@ import torch
 
 from rung.attention import AttentionBackend, AttentionMetadata, KVCache
 from rung.attention.backends.flash_attn import FlashAttention3
+from rung.attention.backends.flash_triton import FlashTriton
 from rung.attention.backends.rotary_write import ROTATE_AND_WRITE
 from rung.attention.backends.torch_reference import TorchReference
 from rung.attention.backends.triton_paged import PAGED_ATTENTION, WRITE_KV, TritonPaged, zero_padded_rows_triton
@@ -246,6 +247,23 @@ def test_rotation_compiles_once_for_all_batch_sizes() -> None:
     assert len(ROTATE_AND_WRITE.loaded) == before
 
 
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
+def test_prompts_and_decodes_by_different_kernels(lengths: list[tuple[int, int]]) -> None:
+    spec = make_spec(9, 3, 64)
+    batch = make_batch(spec, lengths, dtype=torch.bfloat16, device="cuda", padded_requests=3, padded_rows=9).without_host()
+    usable(FlashTriton, batch)
+    batch.check(FlashTriton(spec), TOLERANCE[torch.bfloat16])
+
+
+def test_decodes_that_fill_the_device() -> None:
+    """64 requests on 8 KV heads: a single split, no shared schedule."""
+    spec = make_spec(16, 8, 128)
+    batch = make_batch(spec, BATCHES["64 decodes"], dtype=torch.bfloat16, device="cuda").without_host()
+    usable(FlashAttention3, batch)
+    assert batch.metadata.max_seq_len <= 4096
+    batch.check(FlashAttention3(spec), TOLERANCE[torch.bfloat16])
+
+
 def test_layers_share_one_schedule() -> None:
     """Two layers under one metadata object, in a graph that serves other lengths than those of its capture."""
     spec = make_spec(8, 2, 128)
@@ -313,7 +331,7 @@ def test_changing_counts_compile_nothing() -> None:
 
 def test_selection_names_its_reason() -> None:
     spec = make_spec(8, 2, 128)
-    backend, reason = select_backend(spec, torch.bfloat16, torch.device("cuda"), 16)
+    backend, reason = select_backend(spec, torch.bfloat16, torch.device("cuda"), 16)  # heads of 128
     wanted = "triton_paged" if FlashAttention3.why_not(spec, torch.bfloat16, torch.device("cuda"), 16) else "flash_attn"
     assert backend.name == wanted
     assert reason.startswith(f"{wanted}: first that can serve the layer on cuda")

@@ -25,6 +25,7 @@ from rung.config import variable
 from rung.torch_compat import in_dispatch_mode, no_dispatch_modes
 
 _VARIABLE = "RUNG_FLASH_ATTN_LIBRARY"
+_NEVER_SPLIT = 4096  # keys that one program reads in about 50 us
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -93,6 +94,15 @@ class _FlashAttention(AttentionBackend):
             out.masked_fill_(padded[:, None, None], 0)
 
 
+def most_splits(spec: AttentionSpec, metadata: AttentionMetadata, processors: int) -> int:
+    """Shares of the keys of one request at most: 1, or 0 for what the library derives from the longest request that may come.
+
+    Its scheduler then chooses on the device, but the kernels for splits cost up to a tenth even where it chooses one. So decodes that fill
+    the device by themselves are not split, unless one long request could keep the others waiting."""
+    alone = metadata.max_query_len == 1 and metadata.num_requests * spec.num_kv_heads >= processors
+    return 1 if alone and metadata.max_seq_len <= _NEVER_SPLIT else 0
+
+
 class FlashAttention3(_FlashAttention):
     """FlashAttention-3 (Hopper). Lengths are read on the device, so it captures mixed batches."""
 
@@ -117,7 +127,7 @@ class FlashAttention3(_FlashAttention):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         path = library_path()
-        self.num_splits = 0  # shares of the keys at most; 0: the library bounds them by the longest request that may come
+        self.num_splits: int | None = None  # shares of the keys at most; None: as `most_splits` says
         self._library: Callable[..., Any] | None = None
         self._scheduler: Callable[..., Any] | None = None
         if path is not None:
@@ -138,21 +148,26 @@ class FlashAttention3(_FlashAttention):
                 return self._forward_library(query, cache, out, metadata)
         assert self._library is not None
         left, right = self._window
-        schedule = metadata.once_a_step((self.name, self.spec), cache, lambda: self._schedule(query, cache, metadata))
+        splits = self.num_splits
+        if splits is None:
+            splits = most_splits(self.spec, metadata, torch.cuda.get_device_properties(query.device).multi_processor_count)
+        # A schedule that is shared is put back by the kernel that joins the splits. Without one that would be a kernel more, no fewer.
+        schedule = None
+        if splits != 1:
+            schedule = metadata.once_a_step((self.name, self.spec), cache, lambda: self._schedule(query, cache, metadata, splits))
         self._library(
             query, cache.key, cache.value, None, None, None, out,  # q, k, v, k_new, v_new, q_v, out
             metadata.query_start_loc, None, None, None, metadata.seq_lens,  # cu_seqlens q, k, k_new; seqused q, k
             metadata.max_query_len, metadata.max_seq_len, metadata.block_table, None, None,  # kv_batch_idx, leftpad_k
             None, None, None, None, None, None,  # rotary cos, sin, seqlens; descale q, k, v
             self.spec.scale, True, left, right, self.spec.soft_cap or 0.0, True,  # is_rotary_interleaved
-            schedule, self.num_splits, None, 0, None,  # scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux
+            schedule, splits, None, 0, None,  # scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux
             1, 0, None,  # context parallelism: world size, rank, lengths
         )  # fmt: skip
 
-    def _schedule(self, query: torch.Tensor, cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
-        """The scheduler's metadata, int32, which depend on lengths alone. Each call would compute them by a kernel of its own.
-
-        Every call leaves them as it found them: its last kernel puts the tile counter back to zero."""
+    def _schedule(self, query: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, splits: int) -> torch.Tensor:
+        """The scheduler's metadata, int32, which depend on lengths alone. Each call would compute them by a kernel of its own, and leaves
+        them as it found them: its last kernel puts the tile counter back to zero."""
         assert self._scheduler is not None
         spec, (left, right) = self.spec, self._window
         schedule: torch.Tensor = self._scheduler(
@@ -160,7 +175,7 @@ class FlashAttention3(_FlashAttention):
             spec.head_size, spec.head_size, query.dtype, metadata.seq_lens,  # head size of the values, seqused_k
             metadata.query_start_loc, None, None, None, None,  # cu_seqlens q, k, k_new; seqused_q, leftpad_k
             cache.block_size, 0, True, left, right, spec.soft_cap is not None,  # page_size, max_seqlen_k_new, is_causal
-            self.num_splits, None, 0,  # pack_gqa, sm_margin
+            splits, None, 0,  # pack_gqa, sm_margin
         )  # fmt: skip
         return schedule
 

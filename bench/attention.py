@@ -1,6 +1,6 @@
 """Times of paged attention on a CUDA device beside the floor of the hardware.
 
-    python -m bench.attention [--backend triton_paged --backend flash_attn] [--block-size 16] [--block-size 64] [--sweep]
+    python -m bench.attention [--backend triton_paged --backend flash_attn] [--block-size 16] [--block-size 64]
 
 Decode is bound by bytes (every key and value is read once), prefill by operations. Calls are timed inside a captured graph that goes
 through enough different caches to leave the L2 behind; the number is the median over replays. Metadata lies on the device, as under FULL.
@@ -12,7 +12,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ from rung.errors import BackendUnavailableError
 BYTES_A_SECOND = 4.2e12  # read, measured on an H200
 OPERATIONS_A_SECOND = 790e12  # dense bf16 on random data, measured on an H200
 LLAMA_8B = AttentionSpec(num_heads=32, num_kv_heads=8, head_size=128, scale=128**-0.5)
+SMALL = AttentionSpec(num_heads=9, num_kv_heads=3, head_size=64, scale=64**-0.5)
 _BEYOND_L2 = 256 << 20  # bytes
 
 
@@ -129,7 +130,9 @@ def measure(backend: AttentionBackend, shape: Shape, note: str = "", *, sets: Se
     out = torch.empty_like(sets[0].query)
 
     def call(one: Inputs) -> Callable[[], None]:
-        return lambda: backend.forward(one.query, one.cache, out, one.metadata, *one.flat)
+        if one.flat:
+            return lambda: backend.forward_given_keys(one.query, *one.flat, one.cache, out, one.metadata)
+        return lambda: backend.forward(one.query, one.cache, out, one.metadata)
 
     measured = time_graph_us([call(one) for one in sets], replays=replays)
     return Row(backend=backend.name, shape=shape, measured_us=measured, floor_us=shape.floor_us(backend.spec), note=note)
@@ -160,18 +163,24 @@ def table(shapes: Sequence[Shape], backends: Sequence[str], spec: AttentionSpec 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", help="default: triton_paged and flash_attn")
-    parser.add_argument("--block-size", action="append", type=int, help="default: 16 and 64")
-    parser.add_argument("--sweep", action="store_true", help="try launches of the Triton kernel around the planned one (minutes)")
+    parser.add_argument("--block-size", action="append", type=int, help="default: 16, 64 and 256 (256 for prefill alone)")
+    parser.add_argument("--batch", action="append", type=int, help="default: 1, 8, 64, 256")
+    parser.add_argument("--context", action="append", type=int, help="of decodes; default: 128, 1024, 8192, 32768")
+    parser.add_argument("--prefill", action="append", type=int, help="default: 1024, 2048, 4096, 8192, 16384")
     options = parser.parse_args()
-    block_sizes = options.block_size or [16, 64]
+    block_sizes = options.block_size or [16, 64, 256]
     backends = options.backend or ["triton_paged", "flash_attn"]
+    lengths = options.prefill or [1024, 2048, 4096, 8192, 16384]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {LLAMA_8B}")
-    if options.sweep:
-        for shape in (*decode_shapes([1, 64], [1024, 8192], block_sizes[:1]), *prefill_shapes([4096], block_sizes[-1:])):
-            print(*sweep(shape), sep="\n")
-        return
-    print(*table(decode_shapes([1, 8, 64, 256], [128, 1024, 8192], block_sizes), backends), sep="\n")
-    print(*table(prefill_shapes([1024, 2048, 4096, 8192], block_sizes), backends), sep="\n")
+    shapes = decode_shapes(
+        options.batch or [1, 8, 64, 256], options.context or [128, 1024, 8192, 32768], [s for s in block_sizes if s < 256]
+    )
+    print(*table(shapes, backends), sep="\n")
+    print(*table(prefill_shapes(lengths, block_sizes), backends), sep="\n")
+    flat = [replace(shape, flat=True) for shape in prefill_shapes(lengths, block_sizes[:1])]
+    print(*table(flat, ["triton_paged"]), sep="\n")
+    small = decode_shapes(options.batch or [1, 8, 64, 256], [128, 1024], [16])
+    print("9 query and 3 KV heads of 64:", *table(small, backends, SMALL), sep="\n")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,12 @@ from pathlib import Path
 
 import torch
 
-from bench.attention import LLAMA_8B, Row, Shape, inputs, measure
+from bench.attention import LLAMA_8B, SMALL, Row, Shape, inputs, measure
 from rung.attention import AttentionSpec
 from rung.attention.backends.flash_attn import FlashAttention3
-from rung.attention.backends.launch_plan import Launch, padded, plan_launch
+from rung.attention.backends.launch_plan import Launch, plan_launch
 from rung.attention.backends.triton_paged import TritonPaged
 
-SMALL = AttentionSpec(num_heads=9, num_kv_heads=3, head_size=64, scale=64**-0.5)
 _PROCESSORS = 132
 
 
@@ -34,10 +33,16 @@ class Cell:
     spec: AttentionSpec
     shape: Shape
 
+    @property
+    def block_size(self) -> int:
+        return 0 if self.shape.flat else self.shape.block_size
+
     def planned(self) -> Launch:
         shape = self.shape
         size = {"num_tokens": shape.batch * shape.query_len, "num_requests": shape.batch}
-        return plan_launch(self.spec, **size, max_query_len=shape.query_len, max_seq_len=shape.context, processors=_PROCESSORS)
+        return plan_launch(
+            self.spec, **size, max_query_len=shape.query_len, max_seq_len=shape.context, block_size=self.block_size, processors=_PROCESSORS
+        )
 
     def launches(self) -> list[Launch]:
         return list(dict.fromkeys([self.planned(), *(self._decode() if self.shape.query_len == 1 else self._prefill())]))
@@ -46,20 +51,19 @@ class Cell:
         tiles = [(32, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4)]
         planned = self.planned()
         for splits in sorted({max(1, planned.splits // 2), planned.splits, planned.splits * 2} if planned.splits > 1 else {1}):
-            for (block_n, warps, stages), far in itertools.product(tiles, (False, True)):
-                yield replace(planned, block_n=block_n, num_warps=warps, num_stages=stages, splits=splits, far=far)
+            for block_n, warps, stages in tiles:
+                yield replace(planned, block_n=block_n, num_warps=warps, num_stages=stages, splits=splits)
 
     def _prefill(self) -> Iterator[Launch]:
         group = self.spec.num_heads // self.spec.num_kv_heads
         tiles = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4), (64, 64, 4, 2), (64, 64, 4, 3)]
-        for (block_m, block_n, warps, stages), late, far in itertools.product(tiles, (False, True), (False, True)):
+        for block_m, block_n, warps, stages in tiles:
             tile = {"block_m": block_m, "block_q": block_m // group, "block_n": block_n, "num_warps": warps, "num_stages": stages}
-            if not (self.shape.flat and far):
-                yield replace(self.planned(), **tile, splits=1, late=late, far=far)
+            yield replace(self.planned(), **tile, splits=1)
 
     def image(self, launch: Launch) -> tuple[object, ...]:
         """What the kernel's code depends on."""
-        return self.spec, 0 if self.shape.flat else self.shape.block_size, replace(launch, splits=min(2, launch.splits))
+        return self.spec, self.block_size, replace(launch, splits=min(2, launch.splits))
 
 
 def cells(names: Sequence[str]) -> Iterator[Cell]:
@@ -84,22 +88,19 @@ def prepare(names: Sequence[str], part: int, parts: int) -> None:
         shape = replace(cell.shape, batch=1, query_len=query_len, context=64)
         one = next(inputs(cell.spec, shape))
         try:
-            TritonPaged(cell.spec, replace(launch, splits=min(2, launch.splits))).forward(
-                one.query, one.cache, torch.empty_like(one.query), one.metadata, *one.flat
-            )
+            measure(TritonPaged(cell.spec, replace(launch, splits=min(2, launch.splits))), shape, sets=[one], replays=1)
         except Exception as error:  # out of shared memory or registers: a launch that does not exist on this device
             print(f"{launch}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     torch.cuda.synchronize()
 
 
-def sweep(cell: Cell, *, best: int = 3) -> list[Row]:
-    """FlashAttention, the planned launch, and the best others; those that the device refuses are left out."""
+def sweep(cell: Cell, *, best: int = 3) -> tuple[list[Row], list[Row]]:
+    """FlashAttention, the planned launch, and the best others; and all rows. Launches that the device refuses are left out."""
     shape = cell.shape
     sets = list(inputs(cell.spec, shape))
     rows, others = [], []
     if FlashAttention3.why_not(cell.spec, torch.bfloat16, torch.device("cuda"), shape.block_size) is None:
-        plain = [replace(one, flat=()) for one in sets]
-        rows.append(measure(FlashAttention3(cell.spec), shape, sets=plain, replays=7))
+        rows.append(measure(FlashAttention3(cell.spec), shape, sets=sets, replays=7))
     for number, launch in enumerate(cell.launches()):
         try:
             row = measure(TritonPaged(cell.spec, launch), shape, note=_shown(launch), sets=sets, replays=7)
@@ -132,7 +133,7 @@ def main() -> None:
     workers = [subprocess.Popen([*command, str(part)]) for part in range(options.jobs)]
     for worker in workers:
         worker.wait()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {padded(1)}", flush=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     with (options.out / "sweep.jsonl").open("w") as file:
         for cell in cells(names):
             shown, every = sweep(cell)

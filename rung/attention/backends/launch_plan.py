@@ -56,7 +56,7 @@ def plan_launch(
             num_warps = 8
         else:
             block_m = 64
-    elif block_m == 128:
+    elif block_m == 128 or (element_size > 2 and columns > 128):
         num_warps = 8
     block_m = max(block_m, padded(group))
     block_q = 1 if max_query_len == 1 else block_m // group

@@ -41,9 +41,9 @@ def _request_of_block(query_start_loc, num_requests, block, BLOCK_Q: tl.constexp
 
 @triton.jit
 def _pages(tile, seq_end, table, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr):
-    """The page of a tile, or of each of its keys [BLOCK_N]. Keys behind the last one lie on the last one's page."""
+    """The page of a tile (its first key in the flat batch), or of each of its keys [BLOCK_N]. Keys behind the last one lie on the last one's page."""
     if BLOCK_SIZE == 0:  # the flat batch
-        page = tile * 0
+        page = seq_end * 0 + tile * BLOCK_N  # a tensor, where the interpreter counts tiles in Python integers
     else:
         index = tile * BLOCK_N if ONE_PAGE else tile * BLOCK_N + tl.arange(0, BLOCK_N)
         page = tl.load(table + tl.maximum(tl.minimum(index, seq_end - 1), 0) // BLOCK_SIZE)
@@ -54,7 +54,7 @@ def _pages(tile, seq_end, table, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 def _place(tile, page, block_stride, slot_stride, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr):
     """Where a tile lies in the cache, or each of its keys [BLOCK_N]."""
     if BLOCK_SIZE == 0:
-        place = tile.to(tl.int64) * BLOCK_N * slot_stride
+        place = page.to(tl.int64) * slot_stride
     elif ONE_PAGE:
         place = page.to(tl.int64) * block_stride + (tile * BLOCK_N % BLOCK_SIZE) * slot_stride
     else:

@@ -3,7 +3,7 @@ Triton; `triton_paged` names it to its launchers, which import it when they comp
 
 Counts that change from step to step are never specialised on; strides are, because they are fixed for a model and widen the loads.
 """
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations

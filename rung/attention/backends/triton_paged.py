@@ -9,7 +9,10 @@ from typing import ClassVar
 import torch
 
 from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, padded, plan_launch, query_blocks
+from rung.attention.backends.rotary_write import rotate_and_write_triton
+from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
+from rung.attention.rotation import Rotation
 from rung.errors import ConfigError
 from rung.launch import TritonLauncher
 from rung.torch_compat import triton_interpreted
@@ -38,12 +41,12 @@ def write_kv_triton(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot
     num_tokens, (_, num_kv_heads, head_size) = slot_mapping.shape[0], key.shape
     if num_tokens == 0:
         return
-    stride = _cache_strides(cache)
+    stride = cache_strides(cache)
     columns = padded(head_size)
     heads = min(1 << (num_kv_heads - 1).bit_length(), max(1, 2048 // columns))
     WRITE_KV.run(
         (num_tokens, -(-num_kv_heads // heads), 1),
-        _rows(key, "key"), _rows(value, "value"), cache.key, cache.value, slot_mapping,
+        rows(key, "key"), rows(value, "value"), cache.key, cache.value, slot_mapping,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), stride[0], stride[1], stride[2],
         NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=cache.block_size, HEADS=heads, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
@@ -60,31 +63,6 @@ def zero_padded_rows_triton(out: torch.Tensor, query_start_loc: torch.Tensor) ->
         (out.shape[0], 1, 1),
         out, query_start_loc, query_start_loc.shape[0] - 1, out.stride(0), ROW=row, STEP=min(padded(row), 2048), num_warps=4,
     )  # fmt: skip
-
-
-def _rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    if tensor.stride(-1) != 1:
-        raise ConfigError(f"{name}: the last dimension must be contiguous, strides are {tensor.stride()}", hint="call .contiguous() first")
-    return tensor
-
-
-def _cache_strides(cache: KVCache) -> tuple[int, ...]:
-    stride = cache.key.stride()
-    if stride != cache.value.stride() or stride[-1] != 1:
-        raise ConfigError(
-            f"KV cache: keys and values must have equal strides and a contiguous last dimension, not {stride} and {cache.value.stride()}",
-            hint="allocate both as one shape, or as the halves of one tensor",
-        )
-    return stride
-
-
-def only_first_chunks(metadata: AttentionMetadata) -> bool:
-    """Whether the keys of this step are all the keys there are, known on the host. Never in a captured call, whose lengths change."""
-    host = metadata.host
-    if host is None or metadata.max_query_len == 1:
-        return False
-    # No request has fewer keys than rows, so equal sums mean equal lengths.
-    return int(host.seq_lens.sum()) == int(host.query_start_loc[-1])
 
 
 class TritonPaged(AttentionBackend):
@@ -116,30 +94,51 @@ class TritonPaged(AttentionBackend):
             return f"{spec.num_heads // spec.num_kv_heads} query heads a KV head are above 128"
         if block_size % 16:
             return f"block size {block_size} is no multiple of 16"
+        if spec.scale <= 0:
+            return f"scale {spec.scale} is not positive"
         return None
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write_kv_triton(key, value, cache, slot_mapping)
 
-    def forward(
+    def rotate_and_write(
         self,
         query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        rotated: torch.Tensor,
         cache: KVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        rotate_and_write_triton(query, key, value, rotation, rotated, cache, slot_mapping)
+
+    def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
+        block, slot, head, _ = cache_strides(cache)
+        self._attend(query, cache.key, cache.value, cache.block_size, (block, slot, head, slot, head), out, metadata)
+
+    def forward_given_keys(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
+        if not metadata.only_first_chunks:
+            self.forward(query, cache, out, metadata)
+            return
+        stride = (0, *rows(key, "key").stride()[:2], *rows(value, "value").stride()[:2])
+        self._attend(query, key, value, 0, stride, out, metadata)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,  # the cache, or the flat batch
+        values: torch.Tensor,
+        block_size: int,  # 0: the flat batch
+        strides: tuple[int, ...],  # of a block, of a slot and a head of the keys, of a slot and a head of the values
         out: torch.Tensor,
         metadata: AttentionMetadata,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
     ) -> None:
         num_tokens, num_heads, head_size = query.shape
         if num_tokens == 0:
             return
-        if key is not None and value is not None and only_first_chunks(metadata):
-            keys, values, block_size = _rows(key, "key"), _rows(value, "value"), 0
-            strides = (0, key.stride(0), key.stride(1), value.stride(0), value.stride(1))
-        else:
-            keys, values, block_size = cache.key, cache.value, cache.block_size
-            block, slot, head, _ = _cache_strides(cache)
-            strides = (block, slot, head, slot, head)
         spec, launch = self.spec, self.launch or self._plan(query, metadata, block_size)
         scales, sums = self._workspace(query, launch.splits)
         columns = padded(head_size)
@@ -147,7 +146,7 @@ class TritonPaged(AttentionBackend):
         early = launch.splits > 1 and _early(query.device)
         PAGED_ATTENTION.run(
             (spec.num_kv_heads, blocks, launch.splits),
-            _rows(query, "query"), _rows(out, "out"), keys, values,
+            rows(query, "query"), rows(out, "out"), keys, values,
             metadata.query_start_loc, metadata.seq_lens, metadata.block_table, sums, scales,
             num_tokens, metadata.num_requests, float(spec.scale), float(spec.soft_cap or 1.0),
             query.stride(0), query.stride(1), out.stride(0), out.stride(1), *strides, metadata.block_table.stride(0),

@@ -53,8 +53,9 @@ class Row:
 
     def __str__(self) -> str:
         shape = self.shape
+        layout = "flat" if shape.flat else shape.block_size
         return (
-            f"{self.backend:16} B {shape.batch:4} query {shape.query_len:5} context {shape.context:6} block {'flat' if shape.flat else shape.block_size:>4} "
+            f"{self.backend:16} B {shape.batch:4} query {shape.query_len:5} context {shape.context:6} block {layout:>4} "
             f"{self.measured_us:9.1f} us  floor {self.floor_us:8.1f} us  x {self.measured_us / self.floor_us:6.2f}  {self.note}"
         )
 

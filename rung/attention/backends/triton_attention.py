@@ -41,7 +41,7 @@ def _request_of_block(query_start_loc, num_requests, block, BLOCK_Q: tl.constexp
 
 @triton.jit
 def _pages(tile, seq_end, table, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr):
-    """The page of a tile (its first key in the flat batch), or of each of its keys [BLOCK_N]. Keys behind the last one lie on the last one's page."""
+    """The page of a tile, or of each of its keys [BLOCK_N]; in the flat batch its first key. Behind the last key its page is repeated."""
     if BLOCK_SIZE == 0:  # the flat batch
         page = seq_end * 0 + tile * BLOCK_N  # a tensor, where the interpreter counts tiles in Python integers
     else:
@@ -65,7 +65,8 @@ def _place(tile, page, block_stride, slot_stride, BLOCK_SIZE: tl.constexpr, BLOC
 @triton.jit
 def _load(
     cache, place, tile, seq_end, slot_stride,
-    MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of one tile [BLOCK_N, COLUMNS]. MASKED: those behind the last key are zero, and not read."""
     slot = tl.arange(0, BLOCK_N)
@@ -111,10 +112,10 @@ def _soften(
 
 @triton.jit
 def _attend(
-    first, last, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride, value_slot_stride, scale, soft_cap,
-    highest, total, sums,
-    MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    first, last, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride, value_slot_stride, scale,
+    soft_cap, highest, total, sums,
+    MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Tiles first to last (exclusive). MASKED: some row may not see some key of a tile."""
     # Pages are loaded a tile ahead and handed on: otherwise the pipeliner gives the block table, of which the addresses depend, stages

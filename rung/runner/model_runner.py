@@ -15,7 +15,7 @@ from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.errors import ConfigError, StateError, StepFailedError
 from rung.graphs import Dispatch, StepTrace
-from rung.runner.batch import Batch, dummy_batch, dummy_query_lens, gather_batch
+from rung.runner.batch import Batch, BatchBuilder, dummy_batch, dummy_query_lens
 from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodeStep
@@ -107,6 +107,7 @@ class ModelRunner:
         )
         if self.device.type == "cuda" if config.decode_in_graph is None else config.decode_in_graph:
             self.forward.bind_decode(self.decode)
+        self._batches = BatchBuilder(self.slots)
         self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows)
         self.forward.watch(self.static_tensors)
         self.hooks = StepHooks()
@@ -146,17 +147,20 @@ class ModelRunner:
                 hint="every execute_model that returns None is followed by one sample_tokens",
             )
         self._check_bound()
-        self._checker.check(plan)
+        changes = changes_slots(plan)
+        repeated = None if changes else self._batches.repeated(plan)
+        self._checker.check(plan, repeated)
         try:
-            if changes_slots(plan):
+            if changes:
                 self._inputs.forget()
+                self._batches.forget()
             apply_plan(plan, self.slots, self.sampler, self.block_tables)
             if not plan.num_scheduled_tokens:
                 self.hooks.no_work(plan)
                 return EMPTY_OUTPUT
             self._plan = plan
             self.hooks.before_forward(plan)
-            self._parked = self._run(gather_batch(plan.num_scheduled_tokens, self.slots), plan.num_steps, in_graph=not plan.has_bitmask)
+            self._parked = self._run(self._batches.build(plan, repeated), plan.num_steps, in_graph=not plan.has_bitmask)
         except Exception as error:
             raise _failed(error) from error
         return None
@@ -185,7 +189,7 @@ class ModelRunner:
         steps = [self._sample(parked, mask)]
         for _ in range(parked.num_steps - 1):
             self._advance(parked.batch, *steps[-1][:2])
-            parked = self._run(gather_batch(dict.fromkeys(parked.batch.request_ids, 1), self.slots), 1, in_graph=False)
+            parked = self._run(self._batches.next(parked.batch), 1, in_graph=False)
             steps.append(self._sample(parked, None))
         # The copy starts before the state is advanced, so that it does not wait for it.
         columns = list(zip(*steps, strict=True))[:2]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from rung.errors import BlockTableError, RequestError
+from rung.runner.batch import Batch
 from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
 from rung.runner.kv_groups import first_block
@@ -25,7 +27,8 @@ class PlanChecker:
         self._tables = tables
         self._windows = windows
 
-    def check(self, plan: StepPlan) -> None:
+    def check(self, plan: StepPlan, repeated: Batch | None = None) -> None:
+        """`repeated`: the plan's decodes, when they are those of the last batch and its slots stay as they are; saves looking them up."""
         slots = self._slots
         leaving = plan.finished_request_ids | plan.preempted_request_ids
         for request_id in leaving:
@@ -40,7 +43,14 @@ class PlanChecker:
             self._check_cached(known, leaving)
         free = len(slots.free_slots) + len(leaving)
         _require(len(new) <= free, f"{len(new)} new requests come and {free} of {self._config.max_num_requests} slots are free")
-        self._check_scheduled(plan, new, cached, leaving)
+        _require(
+            1 <= plan.num_steps <= self._config.replay_steps, f"num_steps is {plan.num_steps}, replay_steps {self._config.replay_steps}"
+        )
+        _require(plan.num_steps == 1 or not plan.has_bitmask, "a grammar mask holds for one step, the plan has several")
+        if repeated is None:
+            self._check_scheduled(plan, new, cached, leaving)
+        else:
+            self._check_running(repeated.request_ids, repeated.idx_mapping, repeated.query_lens, plan)
 
     def _check_new(self, request: NewRequest, leaving: frozenset[str]) -> None:
         name, length = request.request_id, len(request.token_ids)
@@ -77,10 +87,6 @@ class PlanChecker:
     def _check_scheduled(
         self, plan: StepPlan, new: dict[str, NewRequest], cached: dict[str, CachedRequest], leaving: frozenset[str]
     ) -> None:
-        _require(
-            1 <= plan.num_steps <= self._config.replay_steps, f"num_steps is {plan.num_steps}, replay_steps {self._config.replay_steps}"
-        )
-        _require(plan.num_steps == 1 or not plan.has_bitmask, "a grammar mask holds for one step, the plan has several")
         total, budget = plan.total_num_scheduled_tokens, self._config.max_num_tokens
         _require(total <= budget, f"the plan has {total} tokens, max_num_tokens is {budget}")
         rest = []
@@ -97,31 +103,34 @@ class PlanChecker:
             else:
                 rest.append(name)
         if rest:
-            self._check_running(rest, plan, cached, leaving)
+            rows = np.array([self._slot(name, leaving) for name in rest], np.int64)
+            self._check_running(rest, rows, np.array([plan.num_scheduled_tokens[name] for name in rest], np.int32), plan)
 
-    def _check_running(self, names: list[str], plan: StepPlan, cached: dict[str, CachedRequest], leaving: frozenset[str]) -> None:
-        """All requests that only go on, at once; the first bad one is looked at alone for its message."""
-        slots = np.array([self._slot(name, leaving) for name in names])
-        computed, known = self._slots.num_computed_tokens_np[slots], self._slots.total_len_np[slots]
-        counts = np.fromiter((plan.num_scheduled_tokens[name] for name in names), np.int32, len(names))
+    def _check_running(self, names: Sequence[str], rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int32], plan: StepPlan) -> None:
+        """All requests that only go on, at once; the first bad one is looked at alone for its message. `rows` are their slots."""
+        computed, known = self._slots.num_computed_tokens_np[rows], self._slots.total_len_np[rows]
         ends = computed + counts
         bad = ends > known
         if plan.num_steps != 1:
             bad |= (counts != 1) | (ends != known) | (ends + plan.num_steps > self._config.max_model_len)
-        blocks = [table.num_blocks_np[slots] for table in self._tables]
-        if cached:
-            row_of = {name: row for row, name in enumerate(names)}
-            for change in cached.values():
-                row = row_of.get(change.request_id)
-                if row is not None:
-                    for held, added in zip(blocks, change.new_block_ids, strict=False):
-                        held[row] += len(added)
-        for held, table in zip(blocks, self._tables, strict=True):
-            bad |= held * table.block_size < ends + (plan.num_steps - 1)
+        needed = -(-(ends + (plan.num_steps - 1)) // self._config.block_size)
+        held = [table.num_blocks_np[rows] for table in self._tables]
+        if plan.cached_requests:
+            held = [blocks + self._added(group, plan)[rows] for group, blocks in enumerate(held)]
+        for blocks in held:
+            bad |= blocks < needed
         if bad.any():
             row = int(bad.argmax())
-            held = [int(b[row]) for b in blocks]
-            self._check_extent(names[row], int(computed[row]), int(counts[row]), int(known[row]), held, plan.num_steps)
+            blocks_of_row = [int(blocks[row]) for blocks in held]
+            self._check_extent(names[row], int(computed[row]), int(counts[row]), int(known[row]), blocks_of_row, plan.num_steps)
+
+    def _added(self, group: int, plan: StepPlan) -> npt.NDArray[np.int32]:
+        """Blocks that the plan appends in a group, by slot."""
+        added = np.zeros(self._config.max_num_requests, np.int32)
+        for change in plan.cached_requests:
+            if change.new_block_ids and not change.resumed:
+                added[self._slots.slot_of[change.request_id]] = len(change.new_block_ids[group])
+        return added
 
     def _check_extent(self, name: str, computed: int, count: int, known: int, blocks: Sequence[int], num_steps: int) -> None:
         end = computed + count

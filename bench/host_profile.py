@@ -16,7 +16,7 @@ REST = "engine, the rest"
 
 class HostProfile:
     """Exclusive microseconds of named parts of a step; they add up to the whole. A timed call costs 0.4 us, which its caller is charged.
-    Means over the faster half of the steps, so that what else the machine does stays out.
+    Means over the fastest quarter of the steps, so that what else the machine does stays out.
 
     Methods of one engine, its scheduler and its runner are replaced while `recording`, and for the whole process what the runner takes
     from its module: one recording at a time."""
@@ -31,7 +31,7 @@ class HostProfile:
     def table(self) -> list[tuple[str, float]]:
         """(part, microseconds a step), in the order of a step; the last row is the host's sum, without the wait."""
         steps = sorted(self._parts_of_steps, key=lambda step: sum(step.values()))
-        steps = steps[: max(1, len(steps) // 2)]
+        steps = steps[: max(1, len(steps) // 4)]
         names = [name for name, _, _ in self._parts()]
         rows = [(name, sum(step.get(name, 0.0) for step in steps) / len(steps) * 1e6) for name in names]
         return [*rows, ("host, sum", sum(us for name, us in rows if name != WAIT))]

@@ -52,7 +52,8 @@ class ModelRunner:
     One step is two calls: `execute_model(plan)` applies the plan and enqueues forward and logits, `sample_tokens(mask)` samples and
     advances the slots. Between them a caller may build a grammar mask. The runner owns slots, block tables (one for each of
     `kv_groups`), input buffers and KV cache; it binds the attention layers of `module` to them. `num_blocks` overrides the configured size
-    of the KV cache. `trace` gets the steps of requests, not the dummy ones. Not thread-safe: one caller drives it."""
+    of the KV cache; `vocab_size` lets plans be checked for token ids that the model does not have. `trace` gets the steps of requests, not
+    the dummy ones. Not thread-safe: one caller drives it."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class ModelRunner:
         counters: Counters | None = None,
         trace: StepTrace | None = None,
         num_blocks: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         first = next(module.parameters())
         self.module = module
@@ -108,7 +110,7 @@ class ModelRunner:
         if self.device.type == "cuda" if config.decode_in_graph is None else config.decode_in_graph:
             self.forward.bind_decode(self.decode)
         self._batches = BatchBuilder(self.slots)
-        self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows)
+        self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows, self._group_blocks, vocab_size)
         self.forward.watch(self.static_tensors)
         self.hooks = StepHooks()
         self._parked: ParkedStep | None = None
@@ -125,6 +127,9 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.kv_caches = allocate_kv_caches(self.layers, self.kv_groups, num_blocks, self.config, self.dtype, self.device)
         self._bind_layers(self._backend)
+
+    def _group_blocks(self) -> list[int]:
+        return [self.kv_caches[group.layers[0]].key.shape[0] for group in self.kv_groups]
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -20,7 +20,8 @@ _INDEX_BYTES = 8
 
 
 class StagedWrites:
-    """Collects writes to the rows of `target` (contiguous, 2-D) and applies them as one packed copy and one scatter.
+    """Collects writes to the rows of `target` (contiguous, 2-D) and applies them as one scatter, whose kernel reads the pinned
+    host memory they are packed in; where the platform does not allow that, one copy goes before it.
 
     A later write to the same element wins. `apply` clears what was staged; without staged writes it does nothing."""
 
@@ -52,10 +53,11 @@ class StagedWrites:
         self._starts, self._lengths, self._values = [], [], []
         if not index.size:
             return
-        # One buffer, so that index and contents travel in one copy; the index comes first to keep both aligned.
-        packed = self._transfer.to_device(np.concatenate([index.view(np.uint8), contents.view(np.uint8)]))
+        # One buffer, so that index and contents travel together; the index comes first to keep both aligned.
+        packed = np.concatenate([index.view(np.uint8), contents.view(np.uint8)])
         split = index.size * _INDEX_BYTES
-        self._ops.scatter(self.target, packed[:split].view(torch.int64), packed[split:].view(self.target.dtype))
+        with self._transfer.readable(packed) as parts:
+            self._ops.scatter(self.target, parts[:split].view(torch.int64), parts[split:].view(self.target.dtype))
 
     def _pack(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.generic]]:
         """Flat positions in `target`, each at most once, and their values."""

@@ -13,11 +13,10 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Sequence
 
 import torch
 
-from bench.host_profile import HostProfile
+from bench.host_profile import HostProfile, show
 from rung.attention.backends.torch_reference import TorchReference
 from rung.context import ForwardContext
 from rung.graphs import Descriptor, Dispatch, GraphMode, exact
@@ -89,14 +88,6 @@ def measure(requests: int, steps: int, churn: int, tokenizer: Tokenizer | None, 
     with profile.recording():
         run(steps)
     return median, profile
-
-
-def show(title: str, columns: Sequence[tuple[str, HostProfile]]) -> None:
-    """One table: a row for each part, a column for each profile."""
-    tables = [dict(profile.table()) for _, profile in columns]
-    print(f"{title:40}" + "".join(f"{name:>12}" for name, _ in columns))
-    for part in tables[0]:
-        print(f"{part:40}" + "".join(f"{table[part]:12.1f}" for table in tables))
 
 
 def main() -> None:

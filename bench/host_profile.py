@@ -91,3 +91,11 @@ class HostProfile:
                     step.clear()
 
         return timed
+
+
+def show(title: str, columns: Sequence[tuple[str, HostProfile]]) -> None:
+    """One table: a row for each part, a column for each profile."""
+    tables = [dict(profile.table()) for _, profile in columns]
+    print(f"{title:40}" + "".join(f"{name:>12}" for name, _ in columns))
+    for part in tables[0]:
+        print(f"{part:40}" + "".join(f"{table[part]:12.1f}" for table in tables))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rung.models import LoadedModel, find_quickstart, load_model
-from rung.runner import Engine, RunnerConfig, SamplingParams, build_engine
+from rung.runner import Engine, RunnerConfig, SamplingParams, StartUp, build_engine
 from rung.runner.config import Mode
 from tests.gemma3 import PROMPTS as TEXTS
 from tests.gemma3 import gemma3_gguf, run_at_random, transformers_gemma3
@@ -86,6 +86,8 @@ class Run:
     preemptions: int
     steps: dict[str, int]  # by mode
     seconds: float
+    counters: dict[str, int]
+    start: StartUp
     found: list[Divergence]
 
     @property
@@ -109,17 +111,26 @@ def run_mode(name: str, model: LoadedModel, mode: str, count: int | None = None,
         lazy_capture=mode != "none",
         max_waste=None,
     )
-    engine, runner, _ = build_engine(model.module, config)
+    engine, runner, started = build_engine(model.module, config)
     start = time.perf_counter()
     tokens, preemptions = _tokens(engine, [prompt for prompt, _ in reference], seed)
     seconds = time.perf_counter() - start
-    counters = runner.counters
+    counters = dict(runner.counters.items())
     steps = {
         kind: sum(count for key, count in counters.items() if key.startswith(f"step.{kind}.")) for kind in ("none", "piecewise", "full")
     }
     engine.executor.shutdown()
     found = divergences(tokens, [expected for _, expected in reference])
-    return Run(mode=mode, prompts=len(reference), preemptions=preemptions, steps=steps, seconds=seconds, found=found)
+    return Run(
+        mode=mode,
+        prompts=len(reference),
+        preemptions=preemptions,
+        steps=steps,
+        seconds=seconds,
+        counters=counters,
+        start=started,
+        found=found,
+    )
 
 
 def _tokens(engine: Engine, asked: Sequence[Sequence[int]], seed: int) -> tuple[list[tuple[int, ...]], int]:

@@ -75,8 +75,8 @@ def prompts(count: int, length: int, model: str, draw: int = 0) -> Prompts:
 
 
 def steps(report: Report, generate: Generate, asked: argparse.Namespace, *, profiled: bool = True) -> None:
-    """A row for each batch size and context: ms a decode step from the difference between a long and a short generation, and the time of the
-    kernels in it."""
+    """A row for each batch size and context: ms a decode step from the difference between a long and a short generation, and the time of
+    the kernels in it."""
     for context in numbers(asked.contexts):
         for batch in numbers(asked.batches):
             with report.guarded(f"steps of {batch} at {context}"):

@@ -93,7 +93,7 @@ def _bare(report: Report, model: Any, batch: int, asked: Any) -> None:
     calls(4)
     report.add("phase", name=f"compile and capture of {batch}", seconds=time.perf_counter() - start)
     found = []
-    for _ in range(asked.rounds if asked.rounds < 3 else 3):
+    for _ in range(min(3, asked.rounds)):
         if on_gpu():
             torch.cuda.synchronize()
         start = time.perf_counter()

@@ -2,18 +2,20 @@
 
     python -m bench.roofline --targets llama-8b,smollm2-135m --sizes 1,8,64,256 --out roofline.json
 
-The floor of a kernel is its bytes at 4.2 TB/s or its operations at 790 TFLOP/s, whichever takes longer; products that share one launch share
-a row. Kernels are read from the profiler over replays of the full decode graph. `span` goes from the first kernel of a step to its last,
-`gaps` is the time in it without any kernel, and what kernels take beyond their floor is ramps and tails.
+The floor of a kernel is its bytes at 4.2 TB/s or its operations at 790 TFLOP/s, whichever takes longer. Kernels are read from the
+profiler over replays of the full decode graph. `span` goes from the first kernel of a step to its last, `gaps` is the time in it without
+any kernel, and what kernels take beyond their floor is ramps and tails.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import statistics
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +31,13 @@ STEPS = 10
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 _KINDS = (  # the first that a name matches; order matters
+    ("rope + cache write", r"rope|rotary|write|reshape_and_cache|_cat_|_cos|_sin"),
     ("combine", r"combine|reduce_segments|merge"),
     ("attention", r"flash|attention|paged|fmha|FlashAttn|attn"),
     ("sampling", r"sample|pick|argmax|filter_kernel"),
     ("input building", r"decode_inputs|positions|slot_mapping|prefill_ids|last_sampled|gather_block|embedding"),
     ("split reduction", r"splitKreduce|split_reduce"),
     ("product", r"nvjet|gemm|gemv|cutlass|xmma|linear|matmul|_mm|cublas"),
-    ("rope + cache write", r"rope|rotary|write|cache|sin|cos|cat"),
     ("activation", r"silu|sigmoid|swiglu"),
     ("norm", r"rsqrt|norm"),
     ("copy or fill", r"Memcpy|Memset|copy|fill|zero"),
@@ -99,12 +101,13 @@ def floor_us(work: tuple[float, float]) -> float:
 
 
 def split_steps(kernels: Sequence[Kernel], steps: int) -> list[list[Kernel]]:
-    """The kernels of each step: all of a step are on the device before those of the next, and every step has as many."""
+    """The kernels of each step that has the usual ones; the host waits between steps, so the longest gaps are those."""
     ordered = sorted(kernels, key=lambda one: one.start_us)
-    count, rest = divmod(len(ordered), steps)
-    if rest or not count:
-        raise ValueError(f"{len(ordered)} kernels are not {steps} equal steps")
-    return [ordered[at * count : (at + 1) * count] for at in range(steps)]
+    between = sorted(range(1, len(ordered)), key=lambda at: ordered[at - 1].end_us - ordered[at].start_us)[: steps - 1]
+    bounds = [0, *sorted(between), len(ordered)]
+    found = [ordered[first:last] for first, last in itertools.pairwise(bounds)]
+    usual = Counter(tuple(one.name for one in step) for step in found).most_common(1)[0][0]
+    return [step for step in found if tuple(one.name for one in step) == usual]
 
 
 def gaps_us(step: Sequence[Kernel]) -> list[float]:
@@ -192,13 +195,14 @@ def show(target: str, found: dict[str, Any]) -> str:
         f"({found['gap_each_us']:.2f} each); {found['kernels']} kernels, {found['kernels_a_layer']:.2f} a layer",
         f"{'kind':20} {'kernels':>7} {'MB':>8} {'floor':>8} {'us':>8} {'over':>8} {'each':>7}",
     ]
-    for row in found["rows"]:
-        lines.append(
-            f"{row['kind']:20} {row['kernels']:7} {row['bytes'] / 1e6:8.1f} {row['floor_us']:8.1f} {row['us']:8.1f} {row['over_us']:8.1f} "
-            f"{row['each_us']:7.2f}  {row['names'][0][:60]}"
-        )
+    lines += [
+        f"{row['kind']:20} {row['kernels']:7} {row['bytes'] / 1e6:8.1f} {row['floor_us']:8.1f} {row['us']:8.1f} {row['over_us']:8.1f} "
+        f"{row['each_us']:7.2f}  {row['names'][0][:60]}"
+        for row in found["rows"]
+    ]
     if found["without a kernel of their own"]:
-        lines.append("in other kernels, floor us: " + ", ".join(f"{k} {v:.1f}" for k, v in found["without a kernel of their own"].items()))
+        rest = found["without a kernel of their own"].items()
+        lines.append("in other kernels, floor us: " + ", ".join(f"{kind} {floor:.1f}" for kind, floor in rest))
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def run(name: str, model: str, options: argparse.Namespace, folder: Path, caches
     command = [sys.executable, "-m", peer.module, "--model", model, "--batches", batches, "--out", str(rows)]
     command += ["--contexts", options.contexts, "--prefill", str(options.prefill), "--rounds", str(options.rounds)]
     command += ["--short", str(options.short), "--long", str(options.long), "--memory", str(options.memory)]
+    command += ["--positions", str(options.positions)] if options.positions else []
     command += ["--start-only"] if warm else []
     start = time.perf_counter()
     with log.open("w") as out:
@@ -87,10 +89,8 @@ def run(name: str, model: str, options: argparse.Namespace, folder: Path, caches
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """The process and those that it started, if any are left."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--slow-batches", default="1,8", help="for peers that compile for each batch size")
     parser.add_argument("--contexts", default="128")
     parser.add_argument("--prefill", type=int, default=8191)
+    parser.add_argument("--positions", type=int, help="positions of the model, where its own are too few")
     parser.add_argument("--short", type=int, default=16)
     parser.add_argument("--long", type=int, default=144)
     parser.add_argument("--rounds", type=int, default=3)

@@ -54,6 +54,7 @@ def options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--batches", default="1,8,64,256")
     parser.add_argument("--contexts", default="128", help="prompt tokens of the decode steps")
     parser.add_argument("--prefill", type=int, default=8191, help="tokens of the one prompt that is prefilled; 0: none")
+    parser.add_argument("--positions", type=int, help="positions of the model, where its own are too few")
     parser.add_argument("--short", type=int, default=16)
     parser.add_argument("--long", type=int, default=144)
     parser.add_argument("--rounds", type=int, default=3)
@@ -61,6 +62,18 @@ def options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=0.7, help="part of the device's memory that vLLM may take")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
+
+
+def shape_of(asked: argparse.Namespace) -> dict[str, Any]:
+    """The model's configuration, with the positions that were asked for."""
+    shape = HF_CONFIGS[asked.model]
+    return {**shape, "max_position_embeddings": asked.positions or shape["max_position_embeddings"]}
+
+
+def max_model_len(asked: argparse.Namespace) -> int:
+    """Tokens of the longest request."""
+    longest = max(asked.prefill + 1, max(numbers(asked.contexts)) + asked.long)
+    return min(int(shape_of(asked)["max_position_embeddings"]), longest)
 
 
 def numbers(text: str) -> list[int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
-from bench.peers.measure import Prompts, Report, memory, numbers, options, prefill, steps
-from bench.peers.shapes import HF_CONFIGS, TARGETS
+from bench.peers.measure import Prompts, Report, max_model_len, memory, numbers, options, prefill, shape_of, steps
+from bench.peers.shapes import TARGETS
 
 
 def main() -> None:
@@ -16,17 +17,18 @@ def main() -> None:
         import torch
     with report.phase("import rung"):
         import rung  # noqa: F401
-        from rung.models import random_model
+        from rung.models import SHAPES, random_model
         from rung.runner import RunnerConfig, SamplingParams, build_engine
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     memory(report, "before")
     with report.phase("weights"):
-        module = random_model(TARGETS[asked.model], dtype=torch.bfloat16 if on_gpu else torch.float32, device=device)
+        shape = replace(SHAPES[TARGETS[asked.model]], max_position_embeddings=shape_of(asked)["max_position_embeddings"])
+        module = random_model(shape, dtype=torch.bfloat16 if on_gpu else torch.float32, device=device)
         if on_gpu:
             torch.cuda.synchronize()
     batches, context = numbers(asked.batches), max(numbers(asked.contexts))
-    limit = min(HF_CONFIGS[asked.model]["max_position_embeddings"], max(asked.prefill + 1, context + asked.long))
+    limit = max_model_len(asked)
     config = RunnerConfig(
         max_num_requests=max(batches),
         max_num_tokens=max(2048 if on_gpu else 64, max(batches)),

@@ -12,8 +12,7 @@ import statistics
 import time
 from typing import Any
 
-from bench.peers.measure import Prompts, Report, kernel_ms, memory, numbers, on_gpu, options, prefill, prompts, steps
-from bench.peers.shapes import HF_CONFIGS
+from bench.peers.measure import Prompts, Report, kernel_ms, memory, numbers, on_gpu, options, prefill, prompts, shape_of, steps
 
 _CALLS = 40
 
@@ -26,7 +25,7 @@ def main() -> None:
         import torch
     with report.phase("import transformers"):
         from transformers import LlamaConfig, LlamaForCausalLM
-    config = {name: value for name, value in HF_CONFIGS[asked.model].items() if name not in ("architectures", "model_type", "torch_dtype")}
+    config = {name: value for name, value in shape_of(asked).items() if name not in ("architectures", "model_type", "torch_dtype")}
     with report.phase("weights"), torch.device("cuda" if on_gpu() else "cpu"):
         torch.set_default_dtype(torch.bfloat16 if on_gpu() else torch.float32)
         model = LlamaForCausalLM(LlamaConfig(**config)).eval()

@@ -10,8 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.peers.measure import Prompts, Report, memory, numbers, options, prefill, steps
-from bench.peers.shapes import HF_CONFIGS
+from bench.peers.measure import Prompts, Report, max_model_len, memory, numbers, options, prefill, shape_of, steps
 
 
 def main() -> None:
@@ -23,10 +22,9 @@ def main() -> None:
     with report.phase("import vllm"):
         from vllm import LLM, SamplingParams
     one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
-    context = max(numbers(asked.contexts))
-    limit = min(HF_CONFIGS[asked.model]["max_position_embeddings"], max(asked.prefill + 1, context + asked.long))
+    limit = max_model_len(asked)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(HF_CONFIGS[asked.model]))
+        (Path(folder) / "config.json").write_text(json.dumps(shape_of(asked)))
         with report.phase("build"):
             llm = LLM(
                 model=folder,

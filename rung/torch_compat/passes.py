@@ -51,3 +51,9 @@ def trace_example(function: Callable[..., Any], tensors: Mapping[str, torch.Tens
     for node, name in zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True):
         node.name = name
     return traced
+
+
+def may_return_view(op: Any) -> bool:
+    """Whether an op may hand back its argument although its schema does not say so, as `reshape` does: a composition of others."""
+    kernel_exists: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    return not op.is_view and bool(kernel_exists(op.name(), "CompositeImplicitAutograd"))

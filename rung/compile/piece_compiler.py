@@ -21,7 +21,7 @@ from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ArtifactError, CacheError, CompileError
 from rung.passes import PassManager
-from rung.passes.fusion import ResidualAdd
+from rung.passes.fusion import Projections, ResidualAdd
 
 SETTINGS = {
     # kernels choose among their few configurations at the first call, before any capture; compiling must not run them
@@ -55,7 +55,7 @@ class PieceCompiler:
         self.config = config
         self.store = store
         self.counters = counters
-        self.passes = PassManager((ResidualAdd(),))
+        self.passes = PassManager((Projections(), ResidualAdd()))
 
     def code_factors(self, device: torch.device) -> dict[str, Any]:
         """What changes the code of a piece besides the piece itself."""

@@ -1,3 +1,4 @@
+from rung.passes.fusion.projections import Projections
 from rung.passes.fusion.residual_add import ResidualAdd
 
-__all__ = ["ResidualAdd"]
+__all__ = ["Projections", "ResidualAdd"]

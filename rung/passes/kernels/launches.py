@@ -52,7 +52,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     bias, residual, norm_weight = around.bias, around.residual, around.norm_weight
     named = {
         "ACTIVATION": around.activation,
-        "BIAS": bias is not None,
+        "BIAS": bias is not None and tiles.splits == 1,
         "RESIDUAL": residual is not None,
         "EVEN_N": n % tiles.block_n == 0,
         "EVEN_K": k % (tiles.block_k * tiles.splits) == 0,

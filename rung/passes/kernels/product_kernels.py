@@ -1,8 +1,8 @@
 """Triton kernels of matrix products with few rows, and of what stands around them. Importing this file needs Triton.
 
 Weights are [n, k] with contiguous rows, as `nn.Linear` has them. All sums are float32. With PREFETCH >= 0 a kernel is launched
-programmatically: it may start while its predecessor runs, fetches that many elements of each of its weight rows into the L2 cache, and
-waits before it reads anything else or writes at all.
+programmatically: it may start while its predecessor runs, fetches that many elements of each of its weight rows into the L2 cache (which
+reads nothing: a predecessor may still write them), and waits before anything else.
 """
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -186,10 +186,10 @@ def add_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < n
-    scale = tl.load(norm_weight + column, mask=mask, other=0.0).to(tl.float32)
     if PROGRAMMATIC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    scale = tl.load(norm_weight + column, mask=mask, other=0.0).to(tl.float32)
     if PARTS > 1:
         total = tl.load(x + row * n + column, mask=mask, other=0.0)
         for part in tl.static_range(1, PARTS):

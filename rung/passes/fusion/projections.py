@@ -21,6 +21,7 @@ from torch import fx
 from rung.passes.ir import GELU_AND_MUL, LINEAR, LINEAR_NORM_LINEAR, NORM_LINEAR, RMS_NORM, SILU_AND_MUL, IROp
 
 aten = torch.ops.aten
+_META = ("stack_trace", "nn_module_stack", "original_aten")  # the names in traces come from these
 _ACTIVATIONS: dict[Any, str] = {SILU_AND_MUL.overload: "silu", GELU_AND_MUL.overload: "gelu"}
 
 
@@ -116,10 +117,13 @@ class _Join:
             return False
         with self._graph.inserting_before(results[0]):
             node = self._graph.call_function(op.overload, args)
-            node.meta = {**results[0].meta, "val": values if len(results) > 1 else values[0]}
+            # not all of it: Inductor takes some entries, such as the values of the arguments in eager mode, as the new op's own
+            node.meta = {key: results[0].meta[key] for key in _META if key in results[0].meta}
+            node.meta["val"] = values if len(results) > 1 else values[0]
             for index, result in enumerate(results):
                 taken = self._graph.call_function(operator.getitem, (node, index)) if len(results) > 1 else node
-                taken.meta = {**result.meta}
+                if taken is not node:
+                    taken.meta = {key: result.meta[key] for key in (*_META, "val") if key in result.meta}
                 result.replace_all_uses_with(taken)
         for superfluous in dict.fromkeys(joined):
             if not superfluous.users:

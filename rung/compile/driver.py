@@ -131,6 +131,7 @@ class Driver:
             if current_digest(ref) != ref.digest:
                 report.reason = f"the source of {ref.qualname} changed or cannot be found"
                 return None
+        report.passes = list(manifest.get("passes", ()))
         return plan
 
     # --- cold ------------------------------------------------------------------------------------------------------------------------
@@ -148,6 +149,7 @@ class Driver:
     ) -> tuple[CompilePlan, dict[str, bytes]]:
         self.counters.add(Count.PLAN_MISSES)
         report.source = "compiled"
+        report.passes.clear()
         entry = f"{function.__module__}:{function.__qualname__}"
         dump = Dump.of(entry, report.plan_key)
         with report.clock("trace"), torch_compat.quiet_compiler():
@@ -177,7 +179,11 @@ class Driver:
         )
         if keep:
             with report.clock("save"):
-                self.pieces.save(lambda: self.store.put_manifest("plans", report.plan_key, {"factors": factors, "plan": plan.to_json()}))
+                self.pieces.save(
+                    lambda: self.store.put_manifest(
+                        "plans", report.plan_key, {"factors": factors, "plan": plan.to_json(), "passes": report.passes}
+                    )
+                )
         self._check(graph, plan, blobs, _owner(function))
         return plan, blobs
 
@@ -212,8 +218,7 @@ class Driver:
         with report.clock("compile"):
             compiled = [self.pieces.blob(index, piece, traced, code, report, dump) for index, piece in enumerate(graph.pieces)]
         uses = [sum(step.piece == index for step in graph.steps) for index in range(len(graph.pieces))]
-        reports = report.passes[len(report.passes) - len(uses) :]  # a damaged artifact makes this the second compile of the report
-        check_expectations(self.config.expect, zip(reports, uses, strict=True))
+        check_expectations(self.config.expect, zip(report.passes, uses, strict=True))
         pieces = tuple((piece.key, blob.digest) for piece, blob in zip(graph.pieces, compiled, strict=True))
         bound = min((blob.bound for blob in compiled if blob.bound is not None), default=None)
         return pieces, {blob.digest: blob.data for blob in compiled}, bound

@@ -13,11 +13,11 @@ def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
     return RMS_NORM.body(total, weight, epsilon), total
 
 
-def _silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def _gelu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
@@ -43,12 +43,12 @@ def _qk_norm_rope(
 FUSED_ADD_RMS_NORM = define_ir_op(
     "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor, Tensor)", _add_rms_norm
 )
-SILU_AND_MUL = define_ir_op("silu_and_mul(Tensor gate, Tensor up) -> Tensor", _silu_and_mul)
-GELU_AND_MUL = define_ir_op("gelu_and_mul(Tensor gate, Tensor up) -> Tensor", _gelu_and_mul)
+SILU_MUL = define_ir_op("silu_mul(Tensor gate, Tensor up) -> Tensor", _silu_mul)
+GELU_MUL = define_ir_op("gelu_mul(Tensor gate, Tensor up) -> Tensor", _gelu_mul)
 QK_NORM_ROPE = define_ir_op(
     "qk_norm_rope(Tensor query, Tensor key, Tensor query_weight, Tensor key_weight, Tensor cos, Tensor sin, float epsilon)"
     " -> (Tensor, Tensor)",
     _qk_norm_rope,
 )
 
-FUSED_OPS: tuple[IROp, ...] = (FUSED_ADD_RMS_NORM, SILU_AND_MUL, GELU_AND_MUL, QK_NORM_ROPE)
+FUSED_OPS: tuple[IROp, ...] = (FUSED_ADD_RMS_NORM, SILU_MUL, GELU_MUL, QK_NORM_ROPE)

@@ -18,7 +18,6 @@ from rung.passes import ir, lowering
 from rung.passes.fused_ops import FUSED_OPS
 from rung.passes.ir import IR_OPS
 from rung.passes.report import NearMiss, PassOutcome
-from rung.passes.tuple_ops import lower_tuple_ops
 
 
 class GraphPass(Protocol):
@@ -62,8 +61,7 @@ class PassManager:
     def run(self, graph: fx.Graph) -> None:
         self.near_misses = []
         report: dict[str, Any] = {item.name: self._run(item, graph) for item in self.passes}
-        tuples = lower_tuple_ops(graph, FUSED_OPS)
-        report["lowering"] = tuples | lowering.lower(graph, (*IR_OPS, *FUSED_OPS))
+        report["lowering"] = lowering.lower(graph, (*IR_OPS, *FUSED_OPS))
         self.report = report | {item.name: self._run(item, graph) for item in self.late}
 
     def _run(self, item: GraphPass, graph: fx.Graph) -> dict[str, int]:

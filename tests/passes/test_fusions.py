@@ -51,9 +51,9 @@ def layers(architecture: str, dtype: torch.dtype) -> Layers:
 @pytest.mark.parametrize(
     ("architecture", "dtype", "expected"),
     [
-        ("Llama", torch.float32, {"rms_norm": 3, "qk_norm_rope": 0, "add_norm": 2, "silu_and_mul": 1, "gelu_and_mul": 0}),
-        ("Qwen3", torch.bfloat16, {"rms_norm": 5, "qk_norm_rope": 1, "add_norm": 2, "silu_and_mul": 1, "gelu_and_mul": 0}),
-        ("Gemma3Text", torch.bfloat16, {"rms_norm": 7, "gelu_and_mul": 1, "silu_and_mul": 0}),
+        ("Llama", torch.float32, {"rms_norm": 3, "qk_norm_rope": 0, "add_norm": 2, "silu_mul": 1, "gelu_mul": 0}),
+        ("Qwen3", torch.bfloat16, {"rms_norm": 5, "qk_norm_rope": 1, "add_norm": 2, "silu_mul": 1, "gelu_mul": 0}),
+        ("Gemma3Text", torch.bfloat16, {"rms_norm": 7, "gelu_mul": 1, "silu_mul": 0}),
     ],
     ids=["Llama", "Qwen3", "Gemma3"],
 )
@@ -95,7 +95,7 @@ def test_an_addition_that_widens_is_left_alone() -> None:
 
 def test_a_gate_in_another_dtype_is_left_alone() -> None:
     module = traced(lambda x, y: F.silu(x) * y, x=X.bfloat16(), y=Y)
-    assert run(module, act_mul()) == {"silu_and_mul": 0, "gelu_and_mul": 0}
+    assert run(module, act_mul()) == dict.fromkeys(("silu_and_mul", "gelu_and_mul", "silu_mul", "gelu_mul"), 0)
 
 
 # --- T80: attributes -----------------------------------------------------------------------------------------------------------------
@@ -106,9 +106,21 @@ def test_a_scaled_addition_is_left_alone() -> None:
     assert "constant 1 expected, found 2" in misses(module, add_norm())[0].reason
 
 
+@pytest.mark.parametrize(("parts", "expected"), [(4, {"silu_and_mul": 1, "silu_mul": 0}), (2, {"silu_and_mul": 0, "silu_mul": 1})])
+def test_a_gate_and_factor_out_of_one_tensor(parts: int, expected: dict[str, int]) -> None:
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.split(parts, dim=-1)[:2]
+        return F.silu(gate) * up
+
+    module = traced(gated, x=X)
+    found = run(module, act_mul())
+    assert {name: found[name] for name in expected} == expected
+    same(module, gated, {"x": X})
+
+
 def test_the_exact_form_of_gelu_is_left_alone() -> None:
     module = traced(lambda x, y: F.gelu(x) * y, x=X, y=Y)
-    assert run(module, act_mul()) == {"silu_and_mul": 0, "gelu_and_mul": 0}
+    assert run(module, act_mul()) == dict.fromkeys(("silu_and_mul", "gelu_and_mul", "silu_mul", "gelu_mul"), 0)
 
 
 def test_a_norm_over_another_dimension_is_left_alone() -> None:

@@ -13,13 +13,8 @@ from torch import nn
 
 from rung.attention import Attention, AttentionSpec, Rotation
 from rung.models.config import LlamaConfig
-<<<<<<< HEAD
-from rung.models.rope import RotaryEmbedding, rotate
-from rung.passes import ir as _ir  # noqa: F401  registers torch.ops.rung.rms_norm and others
-=======
 from rung.models.rope import RotaryEmbedding
-from rung.passes.ir import rms_norm as _rms_norm  # noqa: F401  registers torch.ops.rung.rms_norm
->>>>>>> main
+from rung.passes import ir as _ir  # noqa: F401  registers torch.ops.rung.rms_norm and others
 
 
 class Linear(nn.Linear):

@@ -31,8 +31,8 @@ STEPS = 10
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 _KINDS = (  # the first that a name matches; order matters
-    ("rope + cache write", r"rope|rotary|write|reshape_and_cache|_cat_|_cos|_sin"),
-    ("combine", r"combine|reduce_segments|merge"),
+    ("rope + cache write", r"rope|rotary|rotat|write|reshape_and_cache|_cat_|_cos|_sin"),
+    ("combine", r"combine|reduce_splits|merge"),
     ("attention", r"flash|attention|paged|fmha|FlashAttn|attn"),
     ("sampling", r"sample|pick|argmax|filter_kernel"),
     ("input building", r"decode_inputs|positions|slot_mapping|prefill_ids|last_sampled|gather_block|embedding"),

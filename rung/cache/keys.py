@@ -68,11 +68,12 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tupl
 
 def describe(differences: Mapping[str, tuple[Any, Any]], *, limit: int = 3) -> str:
     """The first differences in words."""
-    parts = [f"{name}: {_short(old)} -> {_short(new)}" for name, (old, new) in list(differences.items())[:limit]]
+    parts = [f"{name}: {short(old)} -> {short(new)}" for name, (old, new) in list(differences.items())[:limit]]
     more = len(differences) - len(parts)
     return "; ".join([*parts, *([f"and {more} more"] if more else [])])
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in a few words; of a long one its beginning and a hash."""
     text = "nothing" if value is None else value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:40]}...({hashlib.sha256(text.encode()).hexdigest()[:8]})"

@@ -40,6 +40,13 @@ class CompileReport:
             self.hit_pieces += 1
             self.saved_seconds += seconds
 
+    def __str__(self) -> str:
+        """What the store had, in words."""
+        saved = f", {self.saved_seconds:.1f} s saved" if self.saved_seconds else ""
+        why = f" ({self.reason})" if self.reason else ""
+        part = f", {self.hit_pieces} of {self.unique_pieces} pieces from the store" if self.cache == "partial" else ""
+        return f"{self.source}{part}{saved}{why}"
+
     @property
     def cache(self) -> str:
         """What the store had. "hit": nothing was traced or compiled; "partial": some pieces came from the store; "miss"."""

@@ -45,6 +45,7 @@ from rung.torch_compat.inductor import (
 )
 from rung.torch_compat.keys import device_factors, toolchain_factors
 from rung.torch_compat.passes import PASS_OPTION, graph_pass, trace_body
+from rung.torch_compat.pretend_cuda import GPUS, pretend_cuda, why_no_pretending
 from rung.torch_compat.probes import PROBES, missing_apis
 from rung.torch_compat.sizes import (
     bounding_constant,
@@ -72,6 +73,7 @@ __all__ = [
     "Capture",
     "CompiledTriton",
     "FreshSymbols",
+    "GPUS",
     "NoTensorOpsError",
     "OpOverload",
     "PASS_OPTION",
@@ -106,6 +108,7 @@ __all__ = [
     "needs_size_asserts",
     "node_location",
     "occupy_stream",
+    "pretend_cuda",
     "quiet_compiler",
     "raw_callable",
     "raw_stream_calls",
@@ -125,5 +128,6 @@ __all__ = [
     "unproved_relations",
     "upper_bound",
     "where_fixed",
+    "why_no_pretending",
     "why_no_triton_export",
 ]

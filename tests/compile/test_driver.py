@@ -14,7 +14,6 @@ import torch
 
 import rung
 from rung.cache import Store
-from rung.compile.piece_compiler import PieceCompiler
 from rung.counters import Count
 from rung.errors import CacheError
 from tests.compile.cases import Block, Net, Stack, assert_same, run_python

@@ -11,7 +11,7 @@ from rung.cli.cache_show import age, emit, entry_json, layers_json, show_table, 
 from rung.cli.command import EXIT_BUG, Command, CommandGroup
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-_KINDS = ("plans", "pieces", "kernels", "kernel-parameters")
+KINDS = ("plans", "pieces", "kernels", "kernel-parameters")
 
 
 @click.group(cls=CommandGroup)
@@ -33,7 +33,7 @@ def current_store() -> Any:
 
 
 @cache.command(cls=Command)
-@click.option("--kind", type=click.Choice(_KINDS), help="Entries of one kind.")
+@click.option("--kind", type=click.Choice(KINDS), help="Entries of one kind.")
 @JSON
 def ls(kind: str | None, as_json: bool) -> None:
     """Every entry, the one used last first."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from rung.cli.cache import JSON, current_store
+from rung.cli.cache import JSON, KINDS, current_store
 from rung.cli.cache import cache as cache
 from rung.cli.cache_show import emit, size
 from rung.cli.command import Command
@@ -105,8 +105,9 @@ def pin(keys: tuple[str, ...], remove: bool, as_json: bool) -> None:
 @cache.command(cls=Command)
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.argument("keys", metavar="[KEY]...", nargs=-1)
+@click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Entries of this kind alone; may be given several times.")
 @JSON
-def export(file: Path, keys: tuple[str, ...], as_json: bool) -> None:
+def export(file: Path, keys: tuple[str, ...], kinds: tuple[str, ...], as_json: bool) -> None:
     """Write entries (default: all of every layer) with their blobs to FILE, a tar; .gz and .xz are compressed."""
     from rung.cache.bundle import export_bundle
     from rung.cache.inspect import find_entry
@@ -114,7 +115,7 @@ def export(file: Path, keys: tuple[str, ...], as_json: bool) -> None:
 
     check_writable(file, "FILE")
     store = current_store()
-    chosen = [find_entry(store, key)[1] for key in keys] or None
+    chosen = [find_entry(store, key)[1] for key in keys] or [found for _, found in store.manifests() if not kinds or found.kind in kinds]
     _say(export_bundle(store, file, chosen), f"written to {file}", as_json)
 
 

@@ -13,7 +13,7 @@ from rung.cli.cache_show import emit, show_table
 from rung.cli.command import Command
 from rung.cli.options import DTYPES, integers
 from rung.cli.precompile_jobs import TARGETS, Job, run_jobs
-from rung.errors import ConfigError
+from rung.errors import BackendUnavailableError, ConfigError
 
 
 def _ranges(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -53,6 +53,13 @@ def precompile(
     from rung.cache import open_store, use_store
     from rung.cli.targets import is_module_target
 
+    elsewhere = [name for name in targets if name != "native"]
+    if elsewhere:
+        from rung.torch_compat import why_no_pretending
+
+        reason = why_no_pretending()
+        if reason is not None:
+            raise BackendUnavailableError(f"--target {elsewhere[0]}: {reason}", hint="install torch's CUDA build; it needs no GPU")
     if is_module_target(target) != (inputs is not None):
         raise ConfigError("--inputs goes with a module:attr target, and with no other", hint="see `rung precompile --help`")
     job = Job(target=target, inputs=inputs, dtype=dtype, sizes=tuple(sizes or ()))
@@ -79,11 +86,10 @@ def _show(results: list[dict[str, Any]]) -> None:
             result["pieces"],
             result["unique_pieces"],
             result["hit_pieces"],
-            result["kernels"],
             f"{result['seconds']:.1f} s",
             f"{result['saved_seconds']:.1f} s",
         )
         for result in results
     ]
-    columns = ("what", "store", "pieces", "unique", "of them stored", "kernels", "took", "saved")
+    columns = ("what", "store", "pieces", "unique", "of them stored", "took", "saved")
     show_table("", columns, rows, numbers=columns[2:])

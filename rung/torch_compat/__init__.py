@@ -45,7 +45,7 @@ from rung.torch_compat.inductor import (
 )
 from rung.torch_compat.keys import device_factors, toolchain_factors
 from rung.torch_compat.passes import PASS_OPTION, graph_pass, trace_body
-from rung.torch_compat.pretend_cuda import GPUS, pretend_cuda, why_no_pretending
+from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
 from rung.torch_compat.sizes import (
     bounding_constant,
@@ -96,6 +96,7 @@ __all__ = [
     "in_dispatch_mode",
     "graph_pass",
     "is_capture_error",
+    "is_fake",
     "is_python_op",
     "is_size_decision",
     "is_user_file",
@@ -130,4 +131,5 @@ __all__ = [
     "where_fixed",
     "why_no_pretending",
     "why_no_triton_export",
+    "without_memory",
 ]

@@ -15,7 +15,8 @@ def toolchain_factors(device_type: str = "cpu") -> dict[str, Any]:
     from torch._inductor import config as inductor_config
     from torch._inductor.codecache import torch_key
 
-    portable = sorted((name, repr(value)) for name, value in inductor_config.save_config_portable().items())
+    found = {name: value for name, value in inductor_config.save_config_portable().items() if name != "cpp.vec_isa_ok"}  # saves a test
+    portable = sorted((name, repr(value)) for name, value in found.items() if device_type == "cpu" or not name.startswith("cpp."))
     below = {"triton": triton_version()} if device_type == "cuda" else {"cpu": torch.backends.cpu.get_cpu_capability()}
     return {
         "torch": torch.__version__,

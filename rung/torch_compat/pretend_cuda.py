@@ -219,3 +219,34 @@ def _on_cpu_mode() -> Any:
 
     mode: Any = OnCpu
     return mode()
+
+
+def without_memory(module: torch.nn.Module, inputs: Any, device: torch.device) -> Any:
+    """Replace the tensors of a module by ones of the same layout on `device` that have no memory; returns `inputs` so replaced."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._pytree import tree_map_only
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    made: dict[int, Any] = {}  # tied tensors stay tied
+
+    def fake(tensor: torch.Tensor) -> Any:
+        with mode:
+            like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return torch.nn.Parameter(like, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else like
+
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = (tensor, fake(tensor))  # the old one lives on, so that no other gets its id
+                    table[name] = made[id(tensor)][1]
+    return tree_map_only(torch.Tensor, fake, inputs)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a tensor has no memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 
 from rung.counters import Count, counters
@@ -50,3 +51,17 @@ def test_a_store_that_is_off_is_refused(rung: Callable[..., Result], monkeypatch
 @pytest.mark.parametrize("ranges", ["2:8", "x", "0"])
 def test_wrong_ranges_are_refused(ranges: str, rung: Callable[..., Result]) -> None:
     assert rung("precompile", "tiny", "--ranges", ranges).exit_code == 2
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch can compile for GPUs")
+def test_a_gpu_target_needs_the_cuda_build(rung: Callable[..., Result]) -> None:
+    assert "is built without CUDA" in refused(rung("precompile", "tiny", "--target", "h200"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs torch's CUDA build")
+def test_a_gpu_target_is_built_and_loaded_without_the_gpu(rung: Callable[..., Result], tmp_path: Path) -> None:
+    words = ("precompile", "tiny", "--target", "h200", "--out", tmp_path / "store", "--json")
+    first, second = (json.loads(rung(*words).stdout)["results"][0] for _ in range(2))
+    assert (first["cache"], second["cache"]) == ("miss", "hit")
+    assert first["unique_pieces"] == second["hit_pieces"] == 3

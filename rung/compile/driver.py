@@ -35,6 +35,7 @@ from rung.compile.trace import DynamicDims, TracedGraph, self_name, trace
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ArtifactError, CacheMissError
+from rung.passes.expectations import check_expectations
 
 
 class Driver:
@@ -102,6 +103,7 @@ class Driver:
             "split_ops": sorted(self.config.split_ops),
             "pad": sorted(self.config.pad),
             "row_wise_ops": sorted(self.config.row_wise_ops),
+            "expect": dict(sorted(self.config.expect.items())),
             "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
             "constants": [[path.expression(), f"{type(value).__name__} {value!r}"] for path, value in constants],
         }
@@ -117,8 +119,9 @@ class Driver:
     # --- warm ------------------------------------------------------------------------------------------------------------------------
 
     def _find_plan(self, report: CompileReport, tensors: Sequence[tuple[Path, torch.Tensor]], factors: Factors) -> CompilePlan | None:
-        plan, report.reason, report.saved_seconds = self.plans.find(report.plan_key, factors, tensors)
-        return plan
+        found = self.plans.find(report.plan_key, factors, tensors)
+        report.reason, report.saved_seconds, report.passes = found.reason, found.seconds, found.passes
+        return found.plan
 
     # --- cold ------------------------------------------------------------------------------------------------------------------------
 
@@ -139,6 +142,7 @@ class Driver:
         if self.store.require_hit:
             raise CacheMissError(f"{entry} would have to be compiled: {report.reason}", hint=MISS_HINT)
         report.source = "compiled"
+        report.passes.clear()
         dump = Dump.of(entry, report.plan_key)
         with report.clock("trace"), torch_compat.quiet_compiler():
             traced = trace(function, locals_, dims, maximum=self.config.maximum)
@@ -168,7 +172,7 @@ class Driver:
         if keep and not any(digest.startswith("unsaved") for _, digest in pieces):
             with report.clock("save"):
                 seconds = {**report.seconds, "compile": report.piece_seconds}
-                self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds))
+                self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes))
         self._check(graph, plan, blobs, _owner(function))
         return plan, blobs
 
@@ -202,6 +206,8 @@ class Driver:
         code = self.pieces.factors(device)
         with report.clock("compile"):
             compiled = [self.pieces.blob(index, piece, traced, code, report, dump) for index, piece in enumerate(graph.pieces)]
+        uses = [sum(step.piece == index for step in graph.steps) for index in range(len(graph.pieces))]
+        check_expectations(self.config.expect, zip(report.passes, uses, strict=True))
         pieces = tuple((piece.key, blob.digest) for piece, blob in zip(graph.pieces, compiled, strict=True))
         bound = min((blob.bound for blob in compiled if blob.bound is not None), default=None)
         return pieces, {blob.digest: blob.data for blob in compiled}, bound

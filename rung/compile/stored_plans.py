@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,21 +19,31 @@ KIND = "plans"
 _MAX_CANDIDATES = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan, the seconds that making it took and what the passes did; or None and why there is none."""
+
+    plan: CompilePlan | None
+    reason: str
+    seconds: float = 0.0
+    passes: list[dict[str, Any]] = field(default_factory=list)
+
+
 class StoredPlans:
     """Finds the candidate under a key that holds now, and keeps new ones in front of the others."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def find(self, key: str, factors: Factors, tensors: Sequence[tuple[Path, torch.Tensor]]) -> tuple[CompilePlan | None, str, float]:
-        """A plan whose sources and sizes are those of now, and the seconds that making it took; or None and why there is none."""
+    def find(self, key: str, factors: Factors, tensors: Sequence[tuple[Path, torch.Tensor]]) -> Found:
+        """A plan whose sources and sizes are those of now."""
         try:
             manifest = self.store.get(KIND, key)
         except ArtifactError as error:
-            return None, error.message, 0.0
+            return Found(None, error.message)
         if manifest is None:
             values = factors.values()
-            return None, self.store.explain_miss(KIND, values, title=values["entry"]), 0.0
+            return Found(None, self.store.explain_miss(KIND, values, title=values["entry"]))
         reason = "no plan lies under this key"
         for data in manifest.data["plans"]:
             try:
@@ -46,16 +57,16 @@ class StoredPlans:
             elif changed is not None:
                 reason = f"the source of {changed} changed or cannot be found"
             else:
-                return plan, "", sum(data["seconds"].values())
-        return None, reason, 0.0
+                return Found(plan, "", sum(data["seconds"].values()), list(data["passes"]))
+        return Found(None, reason)
 
-    def keep(self, key: str, factors: Factors, plan: CompilePlan, seconds: Mapping[str, float]) -> None:
+    def keep(self, key: str, factors: Factors, plan: CompilePlan, seconds: Mapping[str, float], passes: Sequence[Any]) -> None:
         """Raises `CacheError` when the disk refuses."""
         older: list[Any] = []
         with suppress(ArtifactError):
             found = self.store.get(KIND, key)
             older = [] if found is None else found.data["plans"][: _MAX_CANDIDATES - 1]
-        plans = [{**plan.to_json(), "seconds": dict(seconds)}, *older]
+        plans = [{**plan.to_json(), "seconds": dict(seconds), "passes": list(passes)}, *older]
         blobs = tuple(dict.fromkeys(digest for data in plans for _, digest in data["pieces"]))
         data = {"plans": plans}
         self.store.put(Manifest(kind=KIND, key=key, title=plan.entry, factors=factors.values(), seconds=seconds, blobs=blobs, data=data))

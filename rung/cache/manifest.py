@@ -33,7 +33,7 @@ class Manifest:
     created: float = field(default_factory=time.time)  # Unix time
 
     def to_bytes(self) -> bytes:
-        body = json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode()
+        body = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":")).encode()
         return _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL
 
     @staticmethod

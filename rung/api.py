@@ -40,6 +40,9 @@ class Handle(RuntimeState):
                 "plan_key": variant.report.plan_key,
                 "source": variant.report.source,
                 "reason": variant.report.reason,
+                "cache": variant.report.cache,
+                "hit_pieces": variant.report.hit_pieces,
+                "saved_seconds": variant.report.saved_seconds,
                 "seconds": dict(variant.report.seconds),
                 "pieces": variant.report.pieces,
                 "unique_pieces": variant.report.unique_pieces,
@@ -57,10 +60,9 @@ class Handle(RuntimeState):
         from rung.graphs.explain import step_lines
 
         lines = []
-        for item in self.report():
+        for item, variant in zip(self.report(), self._entry.variants.values(), strict=True):
             phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in item["seconds"].items())
-            why = f" ({item['reason']})" if item["reason"] else ""
-            lines.append(f"{item['source']}{why}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
+            lines.append(f"{variant.report}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
         lines += step_lines(self.counters)
         return "\n".join(lines) or "nothing was compiled yet: call the module once"
 

@@ -14,10 +14,15 @@ from typing import Any, Literal, get_args
 from rung.errors import ConfigError
 
 VARIABLES: Mapping[str, str] = {
+    "RUNG_CACHE_BASE": "stores that are only read, below the one of RUNG_CACHE_DIR; separated like PATH",
+    "RUNG_CACHE_BYTES": "size of the store above which the least recently used entries go, such as 20G; default: 32G; none: no limit",
     "RUNG_CACHE_DIR": "folder of the artifact store; default: rung under the XDG cache directory",
+    "RUNG_CACHE_MODE": "read-write (default), read-only, or off: no file of the store is touched",
+    "RUNG_CACHE_TRUST": "any: use a store that other users own or may write; default: owner",
     "RUNG_DISABLE": "1: wrapped modules run eagerly",
     "RUNG_DUMP": "folder that receives graphs, pieces, generated code and stitching of every compile",
     "RUNG_FLASH_ATTN_LIBRARY": "path of a library that registers FlashAttention-3 as a torch op",
+    "RUNG_REQUIRE_HIT": "1: what would have to be compiled is an error",
 }
 
 
@@ -67,6 +72,7 @@ class CompileConfig:
     on_address_change: AddressPolicy = "recapture"  # when a tensor that graphs read was replaced
     max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
+    factors: Mapping[str, Any] = field(default_factory=dict)  # what else the code depends on, such as a variable that a custom op reads
     passes: tuple[Any, ...] = ()  # passes beside rung's own: objects, "package.module:attribute", or entry points of rung.passes
     without_passes: tuple[str, ...] = ()  # names of passes that do not run
     expect: Mapping[str, int] = field(default_factory=dict)  # pass or pattern -> least number of matches; fewer fail the compile

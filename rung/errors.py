@@ -82,6 +82,18 @@ class ArtifactError(CacheError):
     """An artifact is damaged or does not fit this process."""
 
 
+class UntrustedStoreError(CacheError):
+    """A store belongs to another user, or everybody may write it; nothing of it was read."""
+
+
+class CacheMissError(CacheError):
+    """A compile was needed, and a hit in the store was required. The message says what differs from the nearest entry."""
+
+
+class BundleError(CacheError):
+    """A bundle cannot be written, or is not one, or holds what a bundle must not."""
+
+
 # --- launch --------------------------------------------------------------------------------------------------------------------------
 
 

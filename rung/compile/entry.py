@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rung import config as configuration
-from rung.cache import Store
+from rung.cache import open_store
 from rung.compile.arguments import Leaf, Signature, dynamic_dims, leaves, signature_of
 from rung.compile.driver import Driver
 from rung.compile.fingerprint import RuntimeState
@@ -124,7 +124,7 @@ class Entry(RuntimeState):
                 f"the last differs in {self._difference(key)}",
                 hint="pass changing numbers as tensors, name changing dimensions in `dynamic`, or raise `max_variants`",
             )
-        driver = Driver(self.config, Store(configuration.cache_dir()), self.counters)
+        driver = Driver(self.config, open_store(self.counters), self.counters)
         tensors = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
         compiled, report = driver.compile(self.function, locals_, tensors, dims)
         fixed = {

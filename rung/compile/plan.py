@@ -15,7 +15,7 @@ from rung.compile.rows.state import Verdict
 from rung.compile.sources import SourceRef
 from rung.compile.template import Template
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True, slots=True)

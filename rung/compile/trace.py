@@ -135,7 +135,7 @@ def _example_arguments(locals_: Mapping[str, Any], dynamic: DynamicDims, size: i
                 hint="count dimensions from 0; negative numbers are not accepted",
             )
         shape = [size if dim in dims else extent for dim, extent in enumerate(tensor.shape)]
-        stand_in = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+        stand_in = tensor.new_zeros(shape)
         for dim, symbol in dims.items():
             torch_compat.mark_unbacked(stand_in, dim, shape_id=symbol)
         example[argument] = stand_in

@@ -45,6 +45,7 @@ from rung.torch_compat.inductor import (
 )
 from rung.torch_compat.keys import device_factors, toolchain_factors
 from rung.torch_compat.passes import PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
+from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
 from rung.torch_compat.sizes import (
     bounding_constant,
@@ -72,6 +73,7 @@ __all__ = [
     "Capture",
     "CompiledTriton",
     "FreshSymbols",
+    "GPUS",
     "NoTensorOpsError",
     "OpOverload",
     "PASS_OPTION",
@@ -95,6 +97,7 @@ __all__ = [
     "in_dispatch_mode",
     "graph_pass",
     "is_capture_error",
+    "is_fake",
     "is_python_op",
     "is_size_decision",
     "is_user_file",
@@ -108,6 +111,7 @@ __all__ = [
     "needs_size_asserts",
     "node_location",
     "occupy_stream",
+    "pretend_cuda",
     "quiet_compiler",
     "raw_callable",
     "raw_stream_calls",
@@ -128,5 +132,7 @@ __all__ = [
     "unproved_relations",
     "upper_bound",
     "where_fixed",
+    "why_no_pretending",
     "why_no_triton_export",
+    "without_memory",
 ]

@@ -224,4 +224,4 @@ class KVCacheTooSmallError(UserError):
 
 
 class BlockTableError(UserError, RuntimeError):
-    """A plan gives a request more blocks than its block table row holds, or fewer than its tokens need."""
+    """A plan gives a request more blocks than its row holds, fewer than its tokens need, or blocks that it cannot have."""

@@ -101,6 +101,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
             counters=counters,
             trace=trace,
             num_blocks=PROFILE_BLOCKS if profiled else None,
+            vocab_size=getattr(getattr(module, "config", None), "vocab_size", None),
         )
     if profiled:
         with start.phase("profile"):

@@ -211,6 +211,7 @@ class World:
 
     def _need(self, known: Known, count: int) -> list[int]:
         needed = -(-(known.computed + count) // BLOCK) - len(known.blocks)
-        added = [self.chance.randrange(1, 1000) for _ in range(needed)]
+        used = {block for other in self.running.values() for block in other.blocks}.union(known.blocks)
+        added = self.chance.sample([block for block in range(1, 1000) if block not in used], max(0, needed))
         known.blocks += added
         return added

@@ -49,6 +49,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
         out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=x.device)
     else:
         out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
     bias, residual, norm_weight = around.bias, around.residual, around.norm_weight
     named = {
         "ACTIVATION": around.activation,

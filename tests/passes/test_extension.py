@@ -49,7 +49,7 @@ def test_a_lost_match_fails_the_compile() -> None:
 
 def test_a_lost_match_lists_near_misses() -> None:
     miss = {"pattern": "add_norm", "anchor": "n", "matched": 1, "total": 2, "reason": "constant 1 expected, found 2", "where": ""}
-    report = {"add_norm": {"add_norm": 1}, "near_misses": [miss]}
+    report = {"add_norm": {"add_norm": 1, "near miss: another user": 7}, "near_misses": [miss]}
     check_expectations({"add_norm": 4}, [(report, 4)])
     with pytest.raises(CompileError, match=r"5 times and matched 4 times\. Near misses: .*constant 1 expected, found 2"):
         check_expectations({"add_norm": 5}, [(report, 4)])

@@ -29,6 +29,7 @@ from rung.launch.specialise import OPTIONS, specialise
 from rung.models.random import SHAPES
 from rung.passes.kernels import launches
 from rung.passes.kernels.launches import Surroundings, Tiles
+from rung.passes.kernels.tiles import tiles_for
 
 BYTES_A_US = 4.2e6
 SHARED_LIMIT = 225 * 1024
@@ -48,6 +49,10 @@ class Case:
     @property
     def weight_rows(self) -> int:
         return self.n * (2 if self.activation else 1)
+
+    @property
+    def splittable(self) -> bool:
+        return self.name in ("o bare", "down bare")
 
     @property
     def sets(self) -> int:
@@ -92,7 +97,7 @@ def _tiles(case: Case, rows: int) -> Iterator[Tiles]:
     block_ms = [16] if rows <= 16 else [32] if rows <= 32 else [64] if rows <= 64 else [64, 128]
     if small and rows > 16:
         block_ms = [16, 32, 64]
-    splits = (1, 2, 3, 4, 8) if case.name in ("o bare", "down bare") else (1,)
+    splits = (1, 2, 3, 4, 8) if case.splittable else (1,)
     for block_m, block_n, block_k in itertools.product(block_ms, (16, 32, 64, 128), (64, 128, 256)):
         for warps, stages, shares in itertools.product((1, 2, 4, 8), (2, 3, 4, 6), splits):
             for swap in (False, True) if block_n >= 64 and warps == 4 and block_m <= 64 else (False,):
@@ -140,6 +145,11 @@ def image_of(case: Case, rows: int, tiles: Tiles) -> tuple[Any, ...]:
     """Equal for launches of one kernel image."""
     even = case.n % tiles.block_n == 0, case.k % (tiles.block_k * tiles.splits) == 0
     return case.norm, case.activation, case.residual, even, tiles
+
+
+def in_use(case: Case, rows: int) -> list[Tiles]:
+    tiles = tiles_for(rows, case.n, case.k, activation=case.activation, splittable=case.splittable)
+    return [] if tiles is None else [tiles]
 
 
 def drawn(case: Case, rows: int, limit: int) -> list[Tiles]:
@@ -248,7 +258,7 @@ def main() -> None:
     sizes = [int(rows) for rows in options.rows.split(",")]
     wanted = [case for case in cases(options.target) if case.name in options.cases.split(",")]
     plan = [(case, rows) for rows in sizes for whole in wanted for case in whole.variants(rows)]
-    chosen = {(case, rows): drawn(case, rows, options.limit) for case, rows in plan}
+    chosen = {(case, rows): drawn(case, rows, options.limit) if options.sweep else in_use(case, rows) for case, rows in plan}
     jobs = list(
         {image_of(*job): job for job in ((case, rows, tiles) for (case, rows), tilings in chosen.items() for tiles in tilings)}.values()
     )

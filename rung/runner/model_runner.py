@@ -110,6 +110,7 @@ class ModelRunner:
         if self.device.type == "cuda" if config.decode_in_graph is None else config.decode_in_graph:
             self.forward.bind_decode(self.decode)
         self._batches = BatchBuilder(self.slots)
+        self._fitting: npt.NDArray[np.int64] | None = None  # slots of the last batch that a decode graph could sample
         self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows, self._group_blocks, vocab_size)
         self.forward.watch(self.static_tensors)
         self.hooks = StepHooks()
@@ -313,7 +314,7 @@ class ModelRunner:
             for _ in range(num_steps):
                 record_step(self._trace, batch, dispatch)
         if self.forward.advances(dispatch):
-            return self._replay(batch, dispatch, num_steps, in_graph and self.sampler.fits_graph(batch.idx_mapping, batch.seq_lens))
+            return self._replay(batch, dispatch, num_steps, in_graph and self._fits_graph(batch))
         step = self.prepare(batch, dispatch)
         hidden = self._forward_hidden(step)
         return ParkedStep(
@@ -324,6 +325,14 @@ class ModelRunner:
             context=step.context,
             prompt_logprobs=self.prompts.collect(batch, hidden=hidden),
         )
+
+    def _fits_graph(self, batch: Batch) -> bool:
+        """Whether a decode graph can sample the batch. What fits goes on to fit while the batch, and so its array, stays."""
+        if batch.idx_mapping is self._fitting:
+            return True
+        fits = self.sampler.fits_graph(batch.idx_mapping, batch.seq_lens)
+        self._fitting = batch.idx_mapping if fits else None
+        return fits
 
     def _replay(self, batch: Batch, dispatch: Dispatch, num_steps: int, sampling: bool) -> ParkedStep:
         """Steps whose inputs, and when `sampling` also tokens, the graph makes from the slots."""
@@ -371,9 +380,12 @@ class ModelRunner:
         self._advance_mirrors(batch, 1)
 
     def _advance_mirrors(self, batch: Batch, num_steps: int) -> None:
-        slots = self.slots
-        slots.num_computed_tokens_np[batch.idx_mapping] = batch.seq_lens + (num_steps - 1)
-        slots.total_len_np[batch.idx_mapping] += (batch.seq_lens >= slots.prefill_len_np[batch.idx_mapping]) * np.int32(num_steps)
+        slots, rows = self.slots, batch.idx_mapping
+        slots.num_computed_tokens_np[rows] = batch.seq_lens + (num_steps - 1)
+        if batch.has_prefill:
+            slots.total_len_np[rows] += (batch.seq_lens >= slots.prefill_len_np[rows]) * np.int32(num_steps)
+        else:  # all known tokens are computed
+            slots.total_len_np[rows] = batch.seq_lens + num_steps
 
     def _check_bound(self) -> None:
         name, layer = next(iter(self.layers.items()))

@@ -212,6 +212,12 @@ class World:
     def _need(self, known: Known, count: int) -> list[int]:
         needed = -(-(known.computed + count) // BLOCK) - len(known.blocks)
         used = {block for other in self.running.values() for block in other.blocks}.union(known.blocks)
-        added = self.chance.sample([block for block in range(1, 1000) if block not in used], max(0, needed))
+        added: list[int] = []
+        for _ in range(needed):
+            block = self.chance.randrange(1, 1000)
+            while block in used:
+                block = block % 999 + 1
+            used.add(block)
+            added.append(block)
         known.blocks += added
         return added

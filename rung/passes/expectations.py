@@ -11,7 +11,11 @@ from rung.passes.report import NearMiss, merged
 
 def counts_of(report: Mapping[str, Any]) -> dict[str, int]:
     """Matches of one piece by pass and by pattern. A pass that is called like its pattern is counted once."""
-    passes = {name: found for name, found in report.items() if isinstance(found, Mapping)}
+    passes = {
+        name: {what: count for what, count in found.items() if not what.startswith("near miss")}
+        for name, found in report.items()
+        if isinstance(found, Mapping)
+    }
     patterns = merged(passes.values())
     return patterns | {name: sum(found.values()) for name, found in passes.items()}
 

@@ -54,7 +54,6 @@ class PlanChecker:
             self._check_cached(known, leaving)
         free = len(slots.free_slots) + len(leaving)
         _require(len(new) <= free, f"{len(new)} new requests come and {free} of {self._config.max_num_requests} slots are free")
-        check_blocks(plan, slots, self._tables, self._windows, self._num_blocks())
         _require(
             1 <= plan.num_steps <= self._config.replay_steps, f"num_steps is {plan.num_steps}, replay_steps {self._config.replay_steps}"
         )
@@ -63,6 +62,7 @@ class PlanChecker:
             self._check_scheduled(plan, new, cached, leaving)
         else:
             self._check_running(repeated.request_ids, repeated.idx_mapping, repeated.query_lens, plan)
+        check_blocks(plan, slots, self._tables, self._windows, self._num_blocks())
 
     def _check_new(self, request: NewRequest, leaving: frozenset[str]) -> None:
         name, length = request.request_id, len(request.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -34,7 +35,8 @@ class Handle(RuntimeState):
         """One dict a trace: where it came from and why, seconds by phase, pieces, unique pieces, what the passes did.
 
         `rows` says for each padded dimension None when its rows are proved independent, else what prevents the proof; `graph_memory` has
-        the bytes of captured graphs by size, None without any."""
+        the bytes of captured graphs by size, None without any. `guards` counts by kind what the trace has read and is checked, and lists
+        kinds that were dropped and what cannot be checked; `retraced` is what had changed when an earlier trace could no longer serve."""
         return [
             {
                 "plan_key": variant.report.plan_key,
@@ -47,6 +49,8 @@ class Handle(RuntimeState):
                 "bounds": dict(variant.compiled.plan.bounds),
                 "rows": {name: verdict and str(verdict) for name, verdict in variant.compiled.plan.rows.items()},
                 "passes": variant.report.passes,
+                "guards": _guards(variant, self._entry.config.drop_guards),
+                "retraced": variant.report.retraced,
                 "graph_memory": _graph_memory(variant),
             }
             for variant in self._entry.variants.values()
@@ -144,6 +148,11 @@ def _graph_memory(variant: Variant) -> dict[str, Any] | None:
     memory = getattr(variant.run, "memory", None)
     report = None if memory is None else memory()
     return None if report is None else report.as_json()
+
+
+def _guards(variant: Variant, dropped: Sequence[str]) -> dict[str, Any]:
+    checked = Counter(str(guard.kind) for guard in variant.state.guards.guards)
+    return {"checked": dict(checked), "dropped": list(dropped), "unknown": list(variant.state.guards.unknown)}
 
 
 def wrap(target: Any, *, config: CompileConfig | None = None, **options: Any) -> Any:

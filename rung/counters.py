@@ -26,6 +26,7 @@ class Count(StrEnum):
     PLAN_MISSES = "plan_misses"
     ARTIFACT_LOADS = "artifact_loads"
     ARTIFACT_WRITES = "artifact_writes"
+    GUARD_RETRACES = "guard_retraces"  # traces made because something that an earlier one has read was changed
     EAGER_CALLS = "eager_calls"
     CAPTURES = "captures"
     REPLAYS = "replays"

@@ -23,6 +23,7 @@ from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
 from rung.compile.fingerprint import fingerprint
+from rung.compile.guards import Roots
 from rung.compile.paths import Path
 from rung.compile.piece_compiler import PieceCompiler
 from rung.compile.plan import CompilePlan, TensorSpec
@@ -55,7 +56,7 @@ class Driver:
         owner = _owner(function)
         factors, opaque = self._plan_factors(function, locals_, tensors, dims)
         report.plan_key = key_of(factors)
-        plan = None if opaque else self._find_plan(report, tensors)
+        plan = None if opaque else self._find_plan(report, tensors, Roots(function))
         if opaque:
             report.reason = f"not cacheable: attribute {opaque[0]!r} cannot be described"
         blobs: dict[str, bytes] = {}
@@ -108,7 +109,7 @@ class Driver:
 
     # --- warm ------------------------------------------------------------------------------------------------------------------------
 
-    def _find_plan(self, report: CompileReport, tensors: Sequence[tuple[Path, torch.Tensor]]) -> CompilePlan | None:
+    def _find_plan(self, report: CompileReport, tensors: Sequence[tuple[Path, torch.Tensor]], roots: Roots) -> CompilePlan | None:
         try:
             manifest = self.store.get_manifest("plans", report.plan_key)
         except ArtifactError as error:
@@ -129,6 +130,10 @@ class Driver:
             if current_digest(ref) != ref.digest:
                 report.reason = f"the source of {ref.qualname} changed or cannot be found"
                 return None
+        violated = plan.guards.violation(roots, self.config.drop_guards)
+        if violated:
+            report.reason = f"the plan under this key was traced when {violated}"
+            return None
         return plan
 
     # --- cold ------------------------------------------------------------------------------------------------------------------------
@@ -169,11 +174,13 @@ class Driver:
             template=traced.template,
             sources=(*traced.sources, *type_refs(traced.template)),
             written=graph.written,
-            reads=traced.reads,
+            guards=traced.guards,
             rows=rows,
             output_dims=dims_out,
         )
-        if keep:
+        if traced.guards.unknown:
+            report.reason = f"not cacheable: the trace depends on {traced.guards.unknown[0]}, which cannot be checked in another process"
+        elif keep:
             with report.clock("save"):
                 self.pieces.save(lambda: self.store.put_manifest("plans", report.plan_key, {"factors": factors, "plan": plan.to_json()}))
         self._check(graph, plan, blobs, _owner(function))

@@ -15,10 +15,11 @@ from torch import fx, nn
 
 from rung import torch_compat
 from rung.compile.arguments import replace_tensors
-from rung.compile.audit import FixedDimension, audit_symbols
+from rung.compile.audit import FixedDimension, audit_symbols, refuse_sizes_of_values
 from rung.compile.effects import refuse_side_effects
+from rung.compile.guards import NO_GUARDS, GuardSet, Roots, collect_guards
 from rung.compile.paths import Path, parse_path
-from rung.compile.sources import SourceRef, mentioned_names, source_refs
+from rung.compile.sources import SourceRef, source_refs
 from rung.compile.template import Recorder, Template
 from rung.errors import DynamicShapeError, RungError, TraceError, UnsupportedModuleError
 
@@ -39,7 +40,7 @@ class TracedGraph:
     sources: tuple[SourceRef, ...]  # every function that was traced through
     unified: Mapping[str, str]  # name of a dimension -> the name that stands for it after unification
     bytecode: types.CodeType | None
-    reads: tuple[str, ...] = ()  # names that the traced functions mention
+    guards: GuardSet = NO_GUARDS  # what the trace has read besides its arguments
 
 
 def trace(function: Callable[..., Any], locals_: Mapping[str, Any], dynamic: DynamicDims, *, maximum: int | None = None) -> TracedGraph:
@@ -74,6 +75,7 @@ def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynami
     owner = getattr(function, "__self__", None)
     full = dict(example) if owner is None else {self_name(function): owner, **example}
     _check_reachable(inputs, full)
+    refuse_sizes_of_values(capture, _name(function))
     symbols, bounds, unified = audit_symbols(capture, inputs, dynamic, maximum, _name(function))
     template = _record_template(capture, function, inputs, full, args, kwargs, owner)
     return TracedGraph(
@@ -85,7 +87,7 @@ def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynami
         source_refs(capture.traced_code),
         unified,
         capture.bytecode,
-        mentioned_names(capture.traced_code),
+        collect_guards(capture.guards, Roots(function)),
     )
 
 

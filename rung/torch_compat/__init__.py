@@ -35,6 +35,7 @@ from rung.torch_compat.dispatch import (
     tree_leaves,
 )
 from rung.torch_compat.fresh_symbols import FreshSymbols
+from rung.torch_compat.guards import DynamoGuard, function_modes, global_hooks, has_function_modes
 from rung.torch_compat.inductor import (
     artifact_source,
     compile_piece,
@@ -71,6 +72,7 @@ from rung.torch_compat.user_code import is_user_file, place
 __all__ = [
     "Capture",
     "CompiledTriton",
+    "DynamoGuard",
     "FreshSymbols",
     "NoTensorOpsError",
     "OpOverload",
@@ -90,7 +92,10 @@ __all__ = [
     "end_allocation_to_pool",
     "evaluate_size",
     "free_symbols",
+    "function_modes",
     "generator_key",
+    "global_hooks",
+    "has_function_modes",
     "in_dispatch_mode",
     "graph_pass",
     "is_capture_error",

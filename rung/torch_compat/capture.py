@@ -93,9 +93,13 @@ def _side_effects() -> Iterator[list[str]]:
         text = str(warning.message)
         if "certain side effects happened" in text:
             listed = text.partition(": [")[2].removesuffix("]")
-            found += listed.split(", ") if listed else [text]
+            found += [_unquoted(item) for item in listed.split(", ")] if listed else [text]
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
 def _source_name(source: Any) -> str:

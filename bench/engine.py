@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--replay-steps", default="1", help="comma-separated; each is measured on an engine of its own")
     parser.add_argument("--capture-all", action="store_true", help="the default ladder instead of the measured sizes")
+    parser.add_argument("--attention", default="auto", help="the attention backend")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.sizes.split(",")]
@@ -69,13 +70,20 @@ def main() -> None:
             capture_sizes=None if arguments.capture_all else tuple(sorted({*sizes, 512})),
             replay_steps=replay_steps,
             prefix_cache=False,
+            attention_backend=arguments.attention,
         )
         engine, _, start = build_engine(decoder.module, config)
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.seconds.items())
         print(f"{arguments.target} replay_steps={replay_steps}: {phases}; attention {start.attention}", flush=True)
+        nodes = (
+            {e.descriptor.num_requests: e.num_nodes for e in start.capture.entries if e.descriptor.num_requests} if start.capture else {}
+        )
+        print(f"{arguments.target} nodes of full graphs by batch: {nodes}", flush=True)
         for requests in sizes:
             row = measure(engine, decoder.config.vocab_size, requests, arguments.context, arguments.short, arguments.long, arguments.rounds)
-            rows.append({"target": arguments.target, "replay_steps": replay_steps, **row, "start_up_s": start.seconds})
+            rows.append(
+                {"target": arguments.target, "replay_steps": replay_steps, "nodes": nodes.get(requests), **row, "start_up_s": start.seconds}
+            )
             spread = f"({row['min_ms']:.3f} to {row['max_ms']:.3f})"
             print(f"{arguments.target} K={replay_steps} B={requests}: {row['step_ms']:.3f} ms a step {spread}", flush=True)
         engine.executor.shutdown()

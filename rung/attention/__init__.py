@@ -2,6 +2,7 @@
 
 from rung.attention.base import PAD_SLOT, AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, HostMetadata, KVCache
 from rung.attention.layer import SPLIT_OPS, Attention, attention_layers
+from rung.attention.rotation import Rotation, rotate
 
 __all__ = [
     "PAD_SLOT",
@@ -13,5 +14,7 @@ __all__ = [
     "CaptureSupport",
     "HostMetadata",
     "KVCache",
+    "Rotation",
     "attention_layers",
+    "rotate",
 ]

@@ -3,7 +3,8 @@
 The break contract of rung, in terms of attention:
 
 * a backend writes every row of `out` in every call: rows of requests with their result, padded rows with zero;
-* `write_kv` ignores rows whose slot is -1 and decides nothing on the host, so it is captured in every mode, with the piece before it;
+* `write_kv` and `rotate_and_write` write nothing for rows whose slot is -1 and decide nothing on the host, so they are captured in every
+  mode, with the piece before them;
 * when `metadata.host` is None nothing may be decided on the host: all lengths are read on the device, the call is capturable, and the
   shapes of the metadata tensors plus `max_query_len` / `max_seq_len` (upper bounds) are all that may steer the launch;
 * a backend keeps no reference to the metadata after the call.
@@ -12,13 +13,16 @@ The break contract of rung, in terms of attention:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from rung.attention.rotation import Rotation, rotated_query_and_key
 
 PAD_SLOT = -1  # slot mapping of a row that must not be written
 
@@ -66,6 +70,17 @@ class AttentionMetadata:
     max_seq_len: int  # upper bound over the requests
     host: HostMetadata | None = None
     may_pad: bool = True  # False: every row belongs to a request (a padded request has one key, in block 0), so none is left to be zeroed
+    _shared: dict[Hashable, tuple[KVCache, torch.Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once_a_step(self, key: Hashable, layer: KVCache, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `make` enqueued for the first layer that asked under `key`, for all layers of the step.
+
+        The layer that made it makes it anew when it comes again: a warm-up and the capture behind it share one object, and the graph must
+        hold the work itself."""
+        found = self._shared.get(key)
+        if found is None or found[0] is layer:
+            found = self._shared[key] = (layer, make())
+        return found[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +113,25 @@ class AttentionBackend(ABC):
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         """Scatter `key` and `value` ([num_tokens, num_kv_heads, head_size]) into `cache` by slot; slot -1 writes nothing."""
 
+    def rotate_and_write(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        rotated: torch.Tensor,
+        cache: KVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Rotate `query` into `rotated` (same shape) and `key` into the cache, beside `value`. Every row of `rotated` is written, with zero
+        where the slot is -1; all inputs may be strided views. This is what it means; a backend may do it with one kernel."""
+        turned, key = rotated_query_and_key(query, key, rotation)
+        # A padded row may hold NaN: it is replaced, not weighted.
+        rotated.copy_(torch.where((slot_mapping >= 0)[:, None, None], turned, 0))
+        self.write_kv(key, value, cache, slot_mapping)
+
     @abstractmethod
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
         """Causal attention of `query` ([num_tokens, num_heads, head_size]) over the cached keys of each row's request, into `out`
-        (same shape). `write_kv` of this step has run before. Row t of request i has position seq_lens[i] - query_len(i) + t."""
+        (same shape). This step's `write_kv` or `rotate_and_write` has run before. Row t of request i has position
+        seq_lens[i] - query_len(i) + t."""

@@ -1,7 +1,7 @@
-"""The two attention ops and the module that calls them.
+"""The attention ops and the module that calls them.
 
-`rung::kv_cache_write` and `rung::attention` are split ops: the compiled graph is cut there and the stitched code calls their Python
-implementations directly. Both take the layer's name and look everything else up in the forward context.
+`rung::rotate_and_write`, `rung::kv_cache_write` and `rung::attention` are split ops: the compiled graph is cut there and the stitched code
+calls their Python implementations directly. All take the layer's name and look everything else up in the forward context.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ import torch
 from torch import nn
 
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
+from rung.attention.rotation import Rotation
 from rung.context import get_forward_context
 from rung.errors import ContextError
 
 _library = torch.library.Library("rung", "FRAGMENT")
 _library.define("kv_cache_write(Tensor key, Tensor value, str layer) -> Tensor")
+_library.define(
+    "rotate_and_write(Tensor query, Tensor key, Tensor value, Tensor(a!) rotated, Tensor cos, Tensor sin, str layer, "
+    "Tensor? query_weight=None, Tensor? key_weight=None, float epsilon=0.0, float offset=0.0) -> Tensor"
+)
 _library.define("attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, str layer, Tensor? written=None) -> ()")
 
-SPLIT_OPS = frozenset({"rung::kv_cache_write", "rung::attention"})
+SPLIT_OPS = frozenset({"rung::rotate_and_write", "rung::kv_cache_write", "rung::attention"})
 
 
 def _lookup(name: str) -> tuple[Attention, KVCache, AttentionMetadata]:
@@ -43,6 +48,29 @@ def kv_cache_write(key: torch.Tensor, value: torch.Tensor, layer: str) -> torch.
     return key.new_empty(0)
 
 
+def rotate_and_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotated: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layer: str,
+    query_weight: torch.Tensor | None = None,
+    key_weight: torch.Tensor | None = None,
+    epsilon: float = 0.0,
+    offset: float = 0.0,
+) -> torch.Tensor:
+    """Rotate this step's queries into `rotated` and its keys into the layer's cache, values beside them; see `Rotation`.
+
+    Returns an empty tensor that orders the write before the attention call."""
+    module, cache, metadata = _lookup(layer)
+    assert module.backend is not None
+    rotation = Rotation(cos=cos, sin=sin, query_weight=query_weight, key_weight=key_weight, epsilon=epsilon, offset=offset)
+    module.backend.rotate_and_write(query, key, value, rotation, rotated, cache, metadata.slot_mapping)
+    return key.new_empty(0)
+
+
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, layer: str, written: torch.Tensor | None = None
 ) -> None:
@@ -57,6 +85,10 @@ def _fake_kv_cache_write(key: torch.Tensor, value: torch.Tensor, layer: str) -> 
     return key.new_empty(0)
 
 
+def _fake_rotate_and_write(query: torch.Tensor, *arguments: object, **named: object) -> torch.Tensor:
+    return query.new_empty(0)
+
+
 def _fake_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, layer: str, written: torch.Tensor | None = None
 ) -> None:
@@ -64,8 +96,10 @@ def _fake_attention(
 
 
 _library.impl("kv_cache_write", kv_cache_write, "CompositeExplicitAutograd")
+_library.impl("rotate_and_write", rotate_and_write, "CompositeExplicitAutograd")
 _library.impl("attention", attention, "CompositeExplicitAutograd")
 torch.library.register_fake("rung::kv_cache_write", _fake_kv_cache_write, lib=_library)
+torch.library.register_fake("rung::rotate_and_write", _fake_rotate_and_write, lib=_library)
 torch.library.register_fake("rung::attention", _fake_attention, lib=_library)
 
 
@@ -88,11 +122,21 @@ class Attention(nn.Module):
         self.backend = backend
         self.kv_cache = kv_cache
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query [num_tokens, num_heads, head_size], key and value [num_tokens, num_kv_heads, head_size] -> like query."""
-        out = torch.empty_like(query)
-        written = torch.ops.rung.kv_cache_write(key, value, self.name)
-        torch.ops.rung.attention(query, key, value, out, self.name, written)
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
+        """query [num_tokens, num_heads, head_size], key and value [num_tokens, num_kv_heads, head_size] -> like query, contiguous.
+
+        With `rotation`, query and key come as the projection made them, and are rotated on their way into the cache."""
+        out = query.new_empty(query.shape)
+        if rotation is None:
+            written = torch.ops.rung.kv_cache_write(key, value, self.name)
+            torch.ops.rung.attention(query, key, value, out, self.name, written)
+            return out
+        rotated = query.new_empty(query.shape)
+        written = torch.ops.rung.rotate_and_write(
+            query, key, value, rotated, rotation.cos, rotation.sin, self.name,
+            rotation.query_weight, rotation.key_weight, rotation.epsilon, rotation.offset,
+        )  # fmt: skip
+        torch.ops.rung.attention(rotated, key, value, out, self.name, written)
         return out
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from rung.attention.backends.flash_attn import FlashAttention2, FlashAttention3
+from rung.attention.backends.flash_triton import FlashTriton
 from rung.attention.backends.torch_reference import TorchReference
 from rung.attention.backends.triton_paged import TritonPaged
 from rung.attention.base import AttentionBackend, AttentionSpec
 from rung.errors import BackendUnavailableError
 
 # In the order in which "auto" prefers them.
-_ON_CUDA: tuple[type[AttentionBackend], ...] = (FlashAttention3, FlashAttention2, TritonPaged, TorchReference)
+_ON_CUDA: tuple[type[AttentionBackend], ...] = (FlashTriton, FlashAttention3, FlashAttention2, TritonPaged, TorchReference)
 _ELSEWHERE: tuple[type[AttentionBackend], ...] = (TorchReference,)
 
 

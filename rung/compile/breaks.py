@@ -12,18 +12,26 @@ from typing import Any
 
 import torch
 
-from rung.attention.layer import attention, kv_cache_write
+from rung.attention.layer import attention, kv_cache_write, rotate_and_write
 from rung.compile.bound import Capture
 from rung.compile.generated import Source
 from rung.compile.plan import OpCall, Step
 
-_DIRECT: dict[str, Callable[..., Any]] = {"rung::attention": attention, "rung::kv_cache_write": kv_cache_write}
+_DIRECT: dict[str, Callable[..., Any]] = {
+    "rung::attention": attention,
+    "rung::kv_cache_write": kv_cache_write,
+    "rung::rotate_and_write": rotate_and_write,
+}
 
 _SIZES = {"operator": operator, "torch": torch}  # size arithmetic, which is no registered op
 
 
-# What a graph may hold of our own ops: the write reads slots that lie at one address in every step of a size, attention reads lengths.
-_CAPTURE: dict[str, Capture] = {"rung::kv_cache_write": Capture.ALWAYS, "rung::attention": Capture.FULL}
+# What a graph may hold of our own ops: the writes read slots that lie at one address in every step of a size, attention reads lengths.
+_CAPTURE: dict[str, Capture] = {
+    "rung::kv_cache_write": Capture.ALWAYS,
+    "rung::rotate_and_write": Capture.ALWAYS,
+    "rung::attention": Capture.FULL,
+}
 
 
 def break_capture(step: Step) -> Capture:

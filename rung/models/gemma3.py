@@ -16,7 +16,7 @@ from torch import nn
 
 from rung.errors import ConfigError
 from rung.models.config import LlamaConfig, need
-from rung.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from rung.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP, RMSNorm
 from rung.models.rope import RopeScaling, RotaryEmbedding, parse_scaling
 
 ARCHITECTURE = "Gemma3ForCausalLM"
@@ -82,16 +82,13 @@ def _windows(values: Mapping[str, Any], count: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-class Gemma3RMSNorm(nn.Module):
+class Gemma3RMSNorm(RMSNorm):
     """The factor is 1 + weight, and is applied before the result is rounded to the model's dtype."""
 
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.epsilon = epsilon
+    offset: ClassVar[float] = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = torch.ops.rung.rms_norm(x.float(), 1.0 + self.weight.float(), self.epsilon)
+        normed: torch.Tensor = torch.ops.rung.rms_norm(x.float(), self.offset + self.weight.float(), self.epsilon)
         return normed.to(x.dtype)
 
 
@@ -124,7 +121,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
     """As `LlamaForCausalLM`, for a `Gemma3Config`."""
 
     layer_type: ClassVar[type[nn.Module]] = Gemma3Layer
-    norm_type: ClassVar[type[nn.Module]] = Gemma3RMSNorm
+    norm_type: ClassVar[type[RMSNorm]] = Gemma3RMSNorm
 
     def __init__(self, config: Gemma3Config, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(config, dtype)

@@ -23,12 +23,12 @@ class FlatModel(nn.Module):
     implementation. Raises `UnsupportedModuleError` for a model whose attention does not go through transformers' registry, or that uses
     what paged attention has no answer for."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         register()
-        self.model = model
-        self.head = model.get_output_embeddings()  # type: ignore[operator]
-        self.base: Any = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model  # type: ignore[operator]
+        self.model: Any = model
+        self.head = model.get_output_embeddings()
+        self.base: Any = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         # Below transformers' decorators, which collect outputs that nobody asks for here and cannot be traced in a form that can be kept.
         self.plain_forward = inspect.unwrap(type(self.base).forward)
         _attach(self.base, _found_layers(self.base))
@@ -42,7 +42,7 @@ class FlatModel(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size], in the model's dtype."""
         logits: torch.Tensor = self.head(hidden)
-        cap = getattr(self.model.config, "final_logit_softcapping", None)  # type: ignore[union-attr]
+        cap = getattr(self.model.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
@@ -124,6 +124,6 @@ def _attach(base: nn.Module, layers: list[tuple[nn.Module, AttentionSpec]]) -> N
 
 def _set_implementation(base: Any, name: str) -> None:
     for module in base.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = name

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rung.attention import Attention, AttentionSpec
+from rung.attention import Attention, AttentionSpec, Rotation
 from rung.models.config import LlamaConfig
-from rung.models.rope import RotaryEmbedding, rotate
+from rung.models.rope import RotaryEmbedding
 from rung.passes.ir import rms_norm as _rms_norm  # noqa: F401  registers torch.ops.rung.rms_norm
 
 
@@ -33,6 +33,8 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
+    offset: ClassVar[float] = 0.0  # added to the weight
+
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
@@ -44,7 +46,7 @@ class RMSNorm(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: LlamaConfig, layer: int, norm: type[nn.Module] = RMSNorm) -> None:
+    def __init__(self, config: LlamaConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
@@ -54,6 +56,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = Linear(config.query_size, config.hidden_size, bias=config.output_bias)
         self.q_norm = norm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = norm(config.head_size, config.rms_norm_eps) if config.qk_norm else None
+        self.norm_epsilon, self.norm_offset = config.rms_norm_eps, norm.offset
         spec = AttentionSpec(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -69,11 +72,21 @@ class LlamaAttention(nn.Module):
         query = query.unflatten(-1, (self.num_heads, self.head_size))  # [num_tokens, num_heads, head_size]
         key = key.unflatten(-1, (self.num_kv_heads, self.head_size))  # [num_tokens, num_kv_heads, head_size]
         value = value.unflatten(-1, (self.num_kv_heads, self.head_size))  # a strided view of the projection
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        attended = self.attention(rotate(query, cos, sin), rotate(key, cos, sin), value)
+        attended = self.attention(query, key, value, self._rotation(cos, sin))
         projected: torch.Tensor = self.o_proj(attended.flatten(-2))
         return projected
+
+    def _rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+        if self.q_norm is None or self.k_norm is None:
+            return Rotation(cos=cos, sin=sin)
+        return Rotation(
+            cos=cos,
+            sin=sin,
+            query_weight=self.q_norm.weight,
+            key_weight=self.k_norm.weight,
+            epsilon=self.norm_epsilon,
+            offset=self.norm_offset,
+        )
 
 
 class LlamaMLP(nn.Module):
@@ -112,7 +125,7 @@ class LlamaForCausalLM(nn.Module):
     values: use `load_model` or `random_model`."""
 
     layer_type: ClassVar[type[nn.Module]] = LlamaLayer
-    norm_type: ClassVar[type[nn.Module]] = RMSNorm
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""Rotary position embedding: frequencies, their scalings, the cos/sin table, the rotation.
-
-The rotation pairs element i with element i + head_size / 2 (the "rotate half" form that transformers checkpoints use).
-"""
+"""Rotary position embedding: frequencies, their scalings, the cos/sin table. The rotation itself belongs to attention."""
 
 from __future__ import annotations
 
@@ -107,9 +104,3 @@ class RotaryEmbedding(nn.Module):
         """positions [num_tokens] -> cos, sin, each [num_tokens, 1, head_size / 2]."""
         cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [num_tokens, heads, head_size]; cos and sin are [num_tokens, 1, head_size / 2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

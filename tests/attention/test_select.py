@@ -28,7 +28,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_2"])
+@pytest.mark.parametrize("name", ["flash_triton", "flash_attn", "flash_attn_2"])
 def test_named_backend_is_never_replaced(name: str) -> None:
     with pytest.raises(BackendUnavailableError, match="needs a CUDA device"):
         select_backend(make_spec(), torch.bfloat16, CPU, 16, name)

@@ -74,6 +74,16 @@ def test_the_cache_write_is_a_part_that_every_mode_captures() -> None:
     assert break_capture(attention_break()) is Capture.FULL
 
 
+def test_rotation_is_captured_with_the_write_that_it_is_part_of() -> None:
+    """query 0, key 1, value 2, rotated 3, cos 4, sin 5, out 6."""
+    tensors = tuple(value(number) for number in range(6))
+    write = OpCall("rung::rotate_and_write", (*tensors, {"constant": "layer"}), {}, (7,))
+    attend = OpCall("rung::attention", (value(3), value(1), value(2), value(6), {"constant": "layer"}, value(7)), {}, ())
+    first, second = parts(Step("attention_01", tuple(range(7)), (), calls=(write, attend)))
+    assert (break_capture(first), break_capture(second)) == (Capture.ALWAYS, Capture.FULL)
+    assert first.inputs == (0, 1, 2, 3, 4, 5)
+
+
 def test_a_break_of_equal_ops_is_one_part() -> None:
     whole = step(OpCall("rungtest::double", (value(0),), {}, (1,)), inputs=(0,), outputs=(1,))
     assert parts(whole) == (whole,)

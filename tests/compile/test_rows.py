@@ -150,6 +150,18 @@ def test_attention_through_the_cache_mixes() -> None:
     assert (verdict.kind, verdict.node) == ("mixes", "attention")
 
 
+def test_rotation_on_the_way_into_the_cache_mixes() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        rotated = torch.empty_like(x)
+        angles = x[:, :1, :2]
+        torch.ops.rung.rotate_and_write(x, x, x, rotated, angles, angles, "layers.0.attention")
+        return rotated
+
+    verdict = prove(forward, torch.randn(3, 2, 4))["rows"]
+    assert verdict is not None
+    assert (verdict.kind, verdict.node) == ("mixes", "rotate_and_write")
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

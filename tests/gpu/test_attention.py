@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from rung.attention import AttentionBackend, AttentionMetadata, KVCache
 from rung.attention.backends.flash_attn import FlashAttention3
+from rung.attention.backends.flash_triton import FlashTriton
+from rung.attention.backends.rotary_write import ROTATE_AND_WRITE
 from rung.attention.backends.torch_reference import TorchReference
 from rung.attention.backends.triton_paged import PAGED_ATTENTION, WRITE_KV, TritonPaged, zero_padded_rows_triton
 from rung.attention.select import select_backend
 from tests.attention.cases import LENGTHS, NAN, T13_SLOTS, Batch, check_writes_only_its_slots, make_batch, make_spec
+from tests.attention.rotary_cases import HEADS, SLOTS, Heads, check, project
 from tests.gpu.sync_debug import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -195,6 +199,112 @@ def test_a_call_never_synchronises(backend: type[AttentionBackend]) -> None:
     assert bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("backend", [TritonPaged, TorchReference], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_rotation_equals_float64(backend: type[AttentionBackend], dtype: torch.dtype, heads: Heads) -> None:
+    projection = project(heads, SLOTS["padded"], dtype=dtype, device="cuda")
+    projection.run(backend(make_spec()))
+    check(projection, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("backend", [TritonPaged, TorchReference], ids=lambda backend: backend.name)
+def test_captured_rotation_serves_other_rows(backend: type[AttentionBackend]) -> None:
+    heads = Heads(num_heads=9, num_kv_heads=3, offset=0.0)
+    static = project(heads, SLOTS["padded"], dtype=torch.bfloat16, device="cuda")
+    module = backend(make_spec())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        static.run(module)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static.run(module)
+    for slots in ([5, -1, 77, 0, 1, 2, -1, 64], [-1] * 8, list(range(8))):
+        static.slots.copy_(torch.tensor(slots))
+        for tensor in (static.query, static.key, static.value, static.rotation.cos, static.rotation.sin):
+            tensor.copy_(torch.randn_like(tensor))
+            tensor[static.slots < 0] = NAN
+        for tensor in (static.rotated, static.cache.key, static.cache.value):
+            tensor.fill_(NAN)
+        graph.replay()
+        check(static, 3e-2)  # cos and sin are not on a circle here
+
+
+def test_rotation_compiles_once_for_all_batch_sizes() -> None:
+    module = TritonPaged(make_spec())
+
+    def run(count: int) -> None:
+        projection = project(Heads(), list(range(count)), dtype=torch.bfloat16, device="cuda")
+        projection.run(module)
+        check(projection, 1e-2)
+
+    run(3)
+    before = len(ROTATE_AND_WRITE.loaded)
+    for count in (1, 2, 16, 17, 80):
+        run(count)
+    assert len(ROTATE_AND_WRITE.loaded) == before
+
+
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
+def test_prompts_and_decodes_by_different_kernels(lengths: list[tuple[int, int]]) -> None:
+    spec = make_spec(9, 3, 64)
+    batch = make_batch(spec, lengths, dtype=torch.bfloat16, device="cuda", padded_requests=3, padded_rows=9).without_host()
+    usable(FlashTriton, batch)
+    batch.check(FlashTriton(spec), TOLERANCE[torch.bfloat16])
+
+
+def test_decodes_that_fill_the_device() -> None:
+    """64 requests on 8 KV heads: a single split, no shared schedule."""
+    spec = make_spec(16, 8, 128)
+    batch = make_batch(spec, BATCHES["64 decodes"], dtype=torch.bfloat16, device="cuda").without_host()
+    usable(FlashAttention3, batch)
+    assert batch.metadata.max_seq_len <= 4096
+    batch.check(FlashAttention3(spec), TOLERANCE[torch.bfloat16])
+
+
+def test_layers_share_one_schedule() -> None:
+    """Two layers under one metadata object, in a graph that serves other lengths than those of its capture."""
+    spec = make_spec(8, 2, 128)
+    batches = [make_batch(spec, [(1, length)] * 4, dtype=torch.bfloat16, device="cuda", seed=length) for length in (900, 30)]
+    usable(FlashAttention3, batches[0])
+    statics = [Static(4, 4, 64, 400, batches[0]) for _ in range(2)]
+    metadata = replace(statics[0].metadata, max_query_len=1, may_pad=False)
+    module = FlashAttention3(spec)
+    if module._library is None:
+        pytest.skip("the package has no schedule of its own")
+    calls, made = 0, module._schedule
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return made(*arguments)
+
+    module._schedule = counted  # type: ignore[method-assign]
+
+    def step() -> None:
+        for static in statics:
+            module.write_kv(static.key, static.value, static.cache, metadata.slot_mapping)
+            module.forward(static.query, static.cache, static.out, metadata)
+
+    graph = torch.cuda.CUDAGraph()
+    for batch in (batches[0], *batches, batches[0]):
+        for static in statics:
+            static.load(batch)
+        if calls == 0:
+            step()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                step()
+            assert calls == 2  # the warm-up's and the graph's own
+        graph.replay()
+        for static in statics:
+            error = float((static.out.double().cpu() - batch.expected).norm() / batch.expected.norm())
+            assert error < TOLERANCE[torch.bfloat16]
+    assert calls == 2
+
+
 def test_reference_with_host_lengths() -> None:
     batch = make_batch(make_spec(8, 2, 128), BATCHES["mixed"], dtype=torch.bfloat16, device="cuda", padded_rows=2)
     batch.check(TorchReference(batch.spec), TOLERANCE[torch.bfloat16])
@@ -221,7 +331,7 @@ def test_changing_counts_compile_nothing() -> None:
 
 def test_selection_names_its_reason() -> None:
     spec = make_spec(8, 2, 128)
-    backend, reason = select_backend(spec, torch.bfloat16, torch.device("cuda"), 16)
+    backend, reason = select_backend(spec, torch.bfloat16, torch.device("cuda"), 16)  # heads of 128
     wanted = "triton_paged" if FlashAttention3.why_not(spec, torch.bfloat16, torch.device("cuda"), 16) else "flash_attn"
     assert backend.name == wanted
     assert reason.startswith(f"{wanted}: first that can serve the layer on cuda")

@@ -136,7 +136,8 @@ def test_decode_kernels_equal_tritons_launch(monkeypatch: pytest.MonkeyPatch) ->
     for (contents, rows), ours in zip(drawn, prebound, strict=True):
         second.load(contents)
         second.step(rows)
-        assert [name for name, values in second.tensors.items() if not torch.equal(ours[name], values)] == []
+        written = second.tensors.keys() - {"logits"}  # an input, with NaN in it
+        assert [name for name in written if not torch.equal(ours[name], second.tensors[name])] == []
 
 
 def test_kernels_with_much_shared_memory_run() -> None:
@@ -247,10 +248,8 @@ def test_a_wrong_number_of_arguments() -> None:
 
 def test_a_grid_that_is_too_large() -> None:
     kernel, _, _ = bound()
-    kernel.grid = (1, 1, 2**20)
-    with pytest.raises(LaunchError, match="cuLaunchKernelEx") as caught:
-        kernel.launch(stream())
-    assert caught.value.code == 1
+    with pytest.raises(KernelArgumentError, match="1048576 blocks in z"):
+        kernel.grid = (1, 1, 2**20)
 
 
 def test_machine_code_that_is_none() -> None:

@@ -10,6 +10,7 @@ from rung.models import random_model
 from rung.runner import Engine, FinishReason, ModelRunner, RunnerConfig, SamplingParams, build_engine
 from rung.runner.ops import TorchStepOps, TritonStepOps
 from rung.runner.sampler.logprobs import gather_logprobs
+from tests.gpu.sync_debug import no_waiting
 from tests.runner.decode_worlds import HISTORY, SLOTS, DecodeWorld, draw
 from tests.runner.grammars import OneOf
 from tests.runner.sampling import Draw, SampleWorld, expected_logits, expected_token, pack
@@ -87,13 +88,9 @@ def test_nothing_waits() -> None:
     rows, logits = draw.rows(32), draw.logits(32).cuda()
     SampleWorld(rows, ops=TritonStepOps(), device="cuda").sample(logits)  # loads kernels
     world = SampleWorld(rows, ops=TritonStepOps(), device="cuda")
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         sampled = world.sample(logits)
         world.sampler.penalties.count(world.idx_mapping, sampled.tokens.clamp(min=0), torch.ones_like(world.seq_lens))
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     assert len(sampled.tokens.tolist()) == 32
 
 

@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
+from rung.attention import rotate
 from rung.context import set_forward_context
 from rung.errors import UnknownModelError
 from rung.models import SHAPES, random_model
-from rung.models.rope import FactorScaling, Llama3Scaling, RotaryEmbedding, inverse_frequencies, rotate
+from rung.models.rope import FactorScaling, Llama3Scaling, RotaryEmbedding, inverse_frequencies
 from tests.models.harness import bind_dense, context, logits
 
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]

@@ -17,12 +17,15 @@ from typing import Any, ClassVar
 import torch
 
 from rung.attention.backends.kv_write import write_kv_torch
+from rung.attention.backends.rotary_write import rotate_and_write_triton
 from rung.attention.backends.triton_paged import why_no_triton, write_kv_triton, zero_padded_rows_triton
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
+from rung.attention.rotation import Rotation
 from rung.config import variable
 from rung.torch_compat import in_dispatch_mode, no_dispatch_modes
 
 _VARIABLE = "RUNG_FLASH_ATTN_LIBRARY"
+_NEVER_SPLIT = 4096  # keys that one program reads in about 50 us
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -32,10 +35,11 @@ def library_path() -> str | None:
 
 
 @functools.cache
-def _library_forward(path: str) -> Callable[..., Any]:
+def _library_functions(path: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Attention, and the scheduler's metadata for it."""
     torch.ops.load_library(path)
-    forward: Callable[..., Any] = torch.ops._vllm_fa3_C.fwd.default
-    return forward
+    library = torch.ops._vllm_fa3_C
+    return library.fwd.default, library.get_scheduler_metadata.default
 
 
 def _why_not_here(spec: AttentionSpec, dtype: torch.dtype, device: torch.device, capability: tuple[int, int]) -> str | None:
@@ -53,11 +57,24 @@ def _why_not_here(spec: AttentionSpec, dtype: torch.dtype, device: torch.device,
 
 
 class _FlashAttention(AttentionBackend):
-    """What the versions share: the KV write, the windows, and zeroing the rows that the libraries leave alone."""
+    """What the versions share: the rotation and KV write, the windows, and zeroing the rows that the libraries leave alone."""
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write = write_kv_torch if why_no_triton(key.device) else write_kv_triton
         write(key, value, cache, slot_mapping)
+
+    def rotate_and_write(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        rotated: torch.Tensor,
+        cache: KVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        write = super().rotate_and_write if why_no_triton(key.device) else rotate_and_write_triton
+        write(query, key, value, rotation, rotated, cache, slot_mapping)
 
     @property
     def _window(self) -> tuple[int, int]:
@@ -75,6 +92,15 @@ class _FlashAttention(AttentionBackend):
         else:
             padded = torch.arange(out.shape[0], device=out.device) >= metadata.query_start_loc[-1]
             out.masked_fill_(padded[:, None, None], 0)
+
+
+def most_splits(spec: AttentionSpec, metadata: AttentionMetadata, processors: int) -> int:
+    """Shares of the keys of one request at most: 1, or 0 for what the library derives from the longest request that may come.
+
+    Its scheduler then chooses on the device, but the kernels for splits cost up to a tenth even where it chooses one. So decodes that fill
+    the device by themselves are not split, unless one long request could keep the others waiting."""
+    alone = metadata.max_query_len == 1 and metadata.num_requests * spec.num_kv_heads >= processors
+    return 1 if alone and metadata.max_seq_len <= _NEVER_SPLIT else 0
 
 
 class FlashAttention3(_FlashAttention):
@@ -101,7 +127,11 @@ class FlashAttention3(_FlashAttention):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         path = library_path()
-        self._library = None if path is None else _library_forward(path)
+        self.num_splits: int | None = None  # shares of the keys at most; None: as `most_splits` says
+        self._library: Callable[..., Any] | None = None
+        self._scheduler: Callable[..., Any] | None = None
+        if path is not None:
+            self._library, self._scheduler = _library_functions(path)
 
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
         if query.shape[0] == 0:
@@ -118,16 +148,36 @@ class FlashAttention3(_FlashAttention):
                 return self._forward_library(query, cache, out, metadata)
         assert self._library is not None
         left, right = self._window
-        # Without a scheduler's metadata and with 0 splits the library chooses the splits from the bounds, as a capture needs.
+        splits = self.num_splits
+        if splits is None:
+            splits = most_splits(self.spec, metadata, torch.cuda.get_device_properties(query.device).multi_processor_count)
+        # A schedule that is shared is put back by the kernel that joins the splits. Without one that would be a kernel more, no fewer.
+        schedule = None
+        if splits != 1:
+            schedule = metadata.once_a_step((self.name, self.spec), cache, lambda: self._schedule(query, cache, metadata, splits))
         self._library(
             query, cache.key, cache.value, None, None, None, out,  # q, k, v, k_new, v_new, q_v, out
             metadata.query_start_loc, None, None, None, metadata.seq_lens,  # cu_seqlens q, k, k_new; seqused q, k
             metadata.max_query_len, metadata.max_seq_len, metadata.block_table, None, None,  # kv_batch_idx, leftpad_k
             None, None, None, None, None, None,  # rotary cos, sin, seqlens; descale q, k, v
             self.spec.scale, True, left, right, self.spec.soft_cap or 0.0, True,  # is_rotary_interleaved
-            None, 0, None, 0, None,  # scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux
+            schedule, splits, None, 0, None,  # scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux
             1, 0, None,  # context parallelism: world size, rank, lengths
         )  # fmt: skip
+
+    def _schedule(self, query: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, splits: int) -> torch.Tensor:
+        """The scheduler's metadata, int32, which depend on lengths alone. Each call would compute them by a kernel of its own, and leaves
+        them as it found them: its last kernel puts the tile counter back to zero."""
+        assert self._scheduler is not None
+        spec, (left, right) = self.spec, self._window
+        schedule: torch.Tensor = self._scheduler(
+            metadata.num_requests, metadata.max_query_len, metadata.max_seq_len, spec.num_heads, spec.num_kv_heads,
+            spec.head_size, spec.head_size, query.dtype, metadata.seq_lens,  # head size of the values, seqused_k
+            metadata.query_start_loc, None, None, None, None,  # cu_seqlens q, k, k_new; seqused_q, leftpad_k
+            cache.block_size, 0, True, left, right, spec.soft_cap is not None,  # page_size, max_seqlen_k_new, is_causal
+            splits, None, 0,  # pack_gqa, sm_margin
+        )  # fmt: skip
+        return schedule
 
     def _forward_package(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
         interface = importlib.import_module("flash_attn_interface")

@@ -9,7 +9,10 @@ from typing import ClassVar
 
 import torch
 
+from rung.attention.backends.rotary_write import rotate_and_write_triton
+from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
+from rung.attention.rotation import Rotation
 from rung.errors import ConfigError
 from rung.launch import TritonLauncher
 from rung.torch_compat import triton_interpreted
@@ -96,12 +99,12 @@ def write_kv_triton(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot
     num_tokens, (_, num_kv_heads, head_size) = slot_mapping.shape[0], key.shape
     if num_tokens == 0:
         return
-    stride = _cache_strides(cache)
+    stride = cache_strides(cache)
     columns = padded(head_size)
     heads = min(1 << (num_kv_heads - 1).bit_length(), max(1, 2048 // columns))
     WRITE_KV.run(
         (num_tokens, -(-num_kv_heads // heads), 1),
-        _rows(key, "key"), _rows(value, "value"), cache.key, cache.value, slot_mapping,
+        rows(key, "key"), rows(value, "value"), cache.key, cache.value, slot_mapping,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), stride[0], stride[1], stride[2],
         NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=cache.block_size, HEADS=heads, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
@@ -118,22 +121,6 @@ def zero_padded_rows_triton(out: torch.Tensor, query_start_loc: torch.Tensor) ->
         (out.shape[0], 1, 1),
         out, query_start_loc, query_start_loc.shape[0] - 1, out.stride(0), ROW=row, STEP=min(padded(row), 2048), num_warps=4,
     )  # fmt: skip
-
-
-def _rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    if tensor.stride(-1) != 1:
-        raise ConfigError(f"{name}: the last dimension must be contiguous, strides are {tensor.stride()}", hint="call .contiguous() first")
-    return tensor
-
-
-def _cache_strides(cache: KVCache) -> tuple[int, ...]:
-    stride = cache.key.stride()
-    if stride != cache.value.stride() or stride[-1] != 1:
-        raise ConfigError(
-            f"KV cache: keys and values must have equal strides and a contiguous last dimension, not {stride} and {cache.value.stride()}",
-            hint="allocate both as one shape, or as the halves of one tensor",
-        )
-    return stride
 
 
 class TritonPaged(AttentionBackend):
@@ -170,18 +157,30 @@ class TritonPaged(AttentionBackend):
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write_kv_triton(key, value, cache, slot_mapping)
 
+    def rotate_and_write(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        rotated: torch.Tensor,
+        cache: KVCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        rotate_and_write_triton(query, key, value, rotation, rotated, cache, slot_mapping)
+
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
         num_tokens, num_heads, head_size = query.shape
         if num_tokens == 0:
             return
         spec, launch = self.spec, self.launch or self._plan(query, metadata)
         scales, sums = self._workspace(query, launch.splits)
-        stride = _cache_strides(cache)
+        stride = cache_strides(cache)
         columns = padded(head_size)
         blocks = query_blocks(num_tokens, metadata.num_requests, launch.block_q)
         PAGED_ATTENTION.run(
             (blocks, spec.num_kv_heads, launch.splits),
-            _rows(query, "query"), _rows(out, "out"), cache.key, cache.value,
+            rows(query, "query"), rows(out, "out"), cache.key, cache.value,
             metadata.query_start_loc, metadata.seq_lens, metadata.block_table, sums, scales,
             num_tokens, metadata.num_requests, float(spec.scale), float(spec.soft_cap or 1.0),
             query.stride(0), query.stride(1), out.stride(0), out.stride(1), stride[0], stride[1], stride[2],

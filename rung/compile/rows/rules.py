@@ -13,7 +13,7 @@ from rung.compile.rows.state import Refusal, State, mixes, unknown
 Result = State | Refusal | Sequence[State | Refusal]  # one for all results of the op, or one for each
 Rule = Callable[[Call], Result]
 
-_ATTENTION = frozenset({"rung::attention", "rung::kv_cache_write"})
+_ATTENTION = frozenset({"rung::attention", "rung::kv_cache_write", "rung::rotate_and_write"})
 _VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy")
 # Ops whose integers are sizes and places; for all others a number of rows among their arguments is a value.
 _SIZED = frozenset({*_VIEWS, *elementwise.FACTORIES, "arange", "expand", "repeat", "slice", "split_with_sizes", "native_group_norm"})

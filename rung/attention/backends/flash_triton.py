@@ -1,0 +1,35 @@
+"""FlashAttention-3 for prompts, our Triton kernel for decodes. Both read the same cache."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from rung.attention.backends.flash_attn import FlashAttention3
+from rung.attention.backends.triton_paged import TritonPaged
+from rung.attention.base import AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
+
+_LARGEST_HEAD = 64  # up to here Triton decoded as fast or faster at every size measured, docs/performance.md
+
+
+class FlashTriton(TritonPaged):
+    """Batches in which every request has one token go through Triton: one kernel, or two when the keys are split, and none for padding."""
+
+    name: ClassVar[str] = "flash_triton"
+    capture_support: ClassVar[CaptureSupport] = CaptureSupport.ALWAYS
+
+    @classmethod
+    def why_not(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+        if spec.head_size > _LARGEST_HEAD:
+            return f"FlashAttention-3 decodes heads of {spec.head_size} itself"
+        reasons = (backend.why_not(spec, dtype, device, block_size) for backend in (FlashAttention3, TritonPaged))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self._prompts = FlashAttention3(spec)
+
+    def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
+        decodes = metadata.max_query_len == 1
+        (super().forward if decodes else self._prompts.forward)(query, cache, out, metadata)

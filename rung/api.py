@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from rung.compile.entry import Entry
+from rung.compile.entry import Entry, undecorated
 from rung.compile.fingerprint import RuntimeState
 from rung.compile.variant import Variant
 from rung.config import CompileConfig
@@ -55,6 +55,15 @@ class Handle(RuntimeState):
             }
             for variant in self._entry.variants.values()
         ]
+
+    def phases(self) -> str:
+        """Where the time of each compile or load went, as a table: one row a phase, one column a trace, the sum last. Imports have rows of
+        their own, since only the first compile of a process pays for them."""
+        columns = [dict(item["seconds"]) for item in self.report()]
+        names = list(dict.fromkeys(name for column in columns for name in column))
+        width = max([len(name) for name in names], default=0)
+        rows = [f"{name:<{width}}" + "".join(f"{column.get(name, 0.0):9.2f}" for column in columns) for name in names]
+        return "\n".join([*rows, f"{'sum':<{width}}" + "".join(f"{sum(column.values()):9.2f}" for column in columns)])
 
     def explain(self) -> str:
         """The report as text, and how often calls ran in which mode and why not in a better one."""
@@ -208,6 +217,8 @@ def _decorate(target: Any, *, config: CompileConfig) -> Any:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside of another trace: that one compiles it
+            return original(self, *args, **kwargs)
         return entry_of(self)(*args, **kwargs)
 
     method.__rung_original__ = original  # type: ignore[attr-defined]
@@ -227,7 +238,7 @@ def _config(config: CompileConfig | None, options: Mapping[str, Any]) -> Compile
 
 
 def _entry(function: Callable[..., Any], config: CompileConfig) -> Entry:
-    return Entry(function, config, prepare=_add_graphs if config.graphs != "none" else None)
+    return Entry(undecorated(function), config, prepare=_add_graphs if config.graphs != "none" else None)
 
 
 def _add_graphs(entry: Entry, variant: Variant) -> None:

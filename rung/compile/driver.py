@@ -153,6 +153,10 @@ class Driver:
         report.source = "compiled"
         entry = f"{function.__module__}:{function.__qualname__}"
         dump = Dump.of(entry, report.plan_key)
+        with report.clock("import Dynamo"), torch_compat.quiet_compiler():
+            torch_compat.import_tracer()
+        with report.clock("import Inductor"), torch_compat.quiet_compiler():
+            torch_compat.import_inductor()
         with report.clock("trace"), torch_compat.quiet_compiler():
             traced = trace(function, locals_, dims, maximum=self.config.maximum)
             self.counters.add(Count.DYNAMO_TRACES)
@@ -183,7 +187,8 @@ class Driver:
         elif keep:
             with report.clock("save"):
                 self.pieces.save(lambda: self.store.put_manifest("plans", report.plan_key, {"factors": factors, "plan": plan.to_json()}))
-        self._check(graph, plan, blobs, _owner(function))
+        with report.clock("compare once"):
+            self._check(graph, plan, blobs, _owner(function))
         return plan, blobs
 
     def _prove(self, traced: TracedGraph, report: CompileReport) -> Verdicts:

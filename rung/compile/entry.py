@@ -59,6 +59,11 @@ class Entry(RuntimeState):
         functools.update_wrapper(self, function)
 
     @property
+    def __code__(self) -> types.CodeType:
+        """Of the wrapped function, for torch.export, which takes `forward` for a function."""
+        return getattr(self.function, "__func__", self.function).__code__
+
+    @property
     def owner(self) -> Any:
         return getattr(self.function, "__self__", None)
 
@@ -237,4 +242,11 @@ def _name_of(item: Any) -> str:
 
 
 def _rebuild(function: Callable[..., Any], config: CompileConfig, prepare: Callable[[Entry, Variant], None] | None) -> Entry:
-    return Entry(function, config, prepare=prepare)
+    return Entry(undecorated(function), config, prepare=prepare)
+
+
+def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The method behind one of a decorated class: a copy out of a pickle finds the decorated one, which calls the entry."""
+    original = getattr(function, "__rung_original__", None)
+    owner = getattr(function, "__self__", None)
+    return function if original is None else original if owner is None else original.__get__(owner)

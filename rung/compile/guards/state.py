@@ -1,4 +1,4 @@
-"""Whether what a trace has read still is what it was: one generated check before a call, a part of the tensors behind it."""
+"""Whether what a trace has read still is what it was: one generated check before a call, a part of tensors and submodules behind it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rung.compile.guards.roots import Roots
 
 PART = 32  # tensors looked at behind a call: about 3 us
 OVERRIDES = 16  # and overrides of methods
+TABLES = 32  # and modules with submodules: about 2 us
 
 _UNCHECKED = frozenset(
     {"__class__", "__code__", "__dict__", "__closure__", "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"}
@@ -27,7 +28,8 @@ class GuardState:
     """The guards of one trace, bound to the objects that are there now.
 
     `unchanged()` compares objects by identity, each place once however many guards lead through it: scalars, functions, containers,
-    submodules, hooks. `swept()` looks at a part of the tensors and at the first and last one, which every conversion of a module moves.
+    hooks. `swept()` looks at a part of the submodules and tensors, and at the first and last tensor, which every conversion of a module
+    moves.
     Neither describes anything; when one says no, `violation()` tells whether a trace would come out differently, and of what."""
 
     def __init__(self, guards: GuardSet, roots: Roots, dropped: Collection[str] = ()) -> None:
@@ -47,7 +49,10 @@ class GuardState:
         self._overrides: dict[tuple[int, str], tuple[Any, str]] = {}
         for guard in self.guards.guards:
             self._bind(guard)
-        self._add_tables()
+        tables = [table for table in self._tables.values() if table] if self._submodules else []
+        # Dicts compare their values by identity first, in C.
+        self._all_tables = tables, [dict(table) for table in tables]
+        self._table_parts = itertools.cycle(zip(*(_parts(side, TABLES) for side in self._all_tables), strict=True))
         self.unchanged: Callable[[], bool] = self._build()
         entries = [edge.entry() for edge in self._slots.values() if self._is_swept(edge)]
         self._ends = [entries[0], entries[-1]] if len(entries) > PART else []
@@ -57,16 +62,18 @@ class GuardState:
         del self._slots, self._checks, self._source, self._tables, self._tensor_tables, self._overrides
 
     def swept(self) -> bool:
-        """Whether the next part of the tensors lies where it lay."""
+        """Whether the next part of the submodules and tensors is the same, and lies where it lay."""
         for own, name in next(self._override_parts):
             if name in own:
                 return False
-        return self._same(self._ends) and self._same(next(self._parts))
+        tables, seen = next(self._table_parts)
+        return tables == seen and self._same(self._ends) and self._same(next(self._parts))
 
     def all_swept(self) -> bool:
-        """Whether all tensors lie where they lay."""
+        """Whether all of them are."""
         entries, overrides = self._all
-        return self._same(entries) and not any(name in own for own, name in overrides)
+        tables, seen = self._all_tables
+        return tables == seen and self._same(entries) and not any(name in own for own, name in overrides)
 
     def violation(self) -> str:
         """The first guard that does not hold by value, in words; empty when objects changed but a trace would come out as it did."""
@@ -128,12 +135,6 @@ class GuardState:
     def _is_swept(self, edge: Edge) -> bool:
         """A tensor, or a parameter that is None."""
         return isinstance(edge.child, torch.Tensor) or id(edge.container) in self._tensor_tables
-
-    def _add_tables(self) -> None:
-        """Submodules are compared table by table: dicts compare their values by identity first, in C."""
-        if self._submodules and self._tables:
-            tables = [table for table in self._tables.values() if table]
-            self._checks[f"{self._source.bind(tables)} == {self._source.bind([dict(table) for table in tables])}"] = None
 
     def _build(self) -> Callable[[], bool]:
         source = self._source

@@ -1,9 +1,11 @@
 """The whole engine: start-up by phase, then milliseconds a decode step from the difference between a long and a short generation.
 
     python -m bench.engine --target llama-8b --sizes 1,8,64,256 --out engine.json    # a GPU
+    python -m bench.engine --sizes 1,64,256 --replay-steps 1,4,16 --host-profile
 
 B prompts of random tokens run together, greedy, to `--short` and to `--long` tokens. A step is the difference over the number of steps,
-so prefill and start-up drop out; scheduling, sampling and the read of the tokens stay in.
+so prefill and start-up drop out; scheduling, sampling and the read of the tokens stay in. The last table has a column for each of
+`--replay-steps`. `--host-profile` adds a table of host time by function for each size, whose sum is the whole step.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from typing import Any
 
 import torch
 
+from bench.host_profile import HostProfile, show
 from rung.cli.assembly import open_decoder
 from rung.cli.options import resolve_device, resolve_dtype
-from rung.runner import Engine, RunnerConfig, SamplingParams, build_engine
+from rung.runner import Engine, ModelRunner, RunnerConfig, SamplingParams, build_engine
 
 
 def generate(engine: Engine, rng: random.Random, requests: int, context: int, tokens: int, vocab: int) -> float:
@@ -43,6 +46,23 @@ def measure(engine: Engine, vocab: int, requests: int, context: int, short: int,
     return {"requests": requests, "step_ms": statistics.median(steps), "min_ms": min(steps), "max_ms": max(steps)}
 
 
+def profile_host(engine: Engine, runner: ModelRunner, vocab: int, requests: int, context: int, tokens: int) -> HostProfile:
+    """Steady decoding of so many requests: the fastest quarter of the steps, which leaves prefills and ends out."""
+    profile = HostProfile(engine, runner)
+    with profile.recording():
+        generate(engine, random.Random(requests), requests, context, tokens, vocab)
+    return profile
+
+
+def print_steps(rows: list[dict[str, Any]]) -> None:
+    """ms a token of each request: a row for each size, a column for each number of replays."""
+    columns = sorted({row["replay_steps"] for row in rows})
+    print(f"{'ms a decode step':>18}" + "".join(f"{f'K={k}':>10}" for k in columns))
+    for size in sorted({row["requests"] for row in rows}):
+        found = {row["replay_steps"]: row["step_ms"] for row in rows if row["requests"] == size}
+        print(f"{f'B={size}':>18}" + "".join(f"{found[k]:10.3f}" for k in columns))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m")
@@ -53,6 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--replay-steps", default="1", help="comma-separated; each is measured on an engine of its own")
     parser.add_argument("--capture-all", action="store_true", help="the default ladder instead of the measured sizes")
+    parser.add_argument("--host-profile", action="store_true", help="also print where the host's time of a step goes")
     parser.add_argument("--attention", default="auto", help="the attention backend")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -72,7 +93,7 @@ def main() -> None:
             prefix_cache=False,
             attention_backend=arguments.attention,
         )
-        engine, _, start = build_engine(decoder.module, config)
+        engine, runner, start = build_engine(decoder.module, config)
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.seconds.items())
         print(f"{arguments.target} replay_steps={replay_steps}: {phases}; attention {start.attention}", flush=True)
         nodes = (
@@ -86,10 +107,15 @@ def main() -> None:
             )
             spread = f"({row['min_ms']:.3f} to {row['max_ms']:.3f})"
             print(f"{arguments.target} K={replay_steps} B={requests}: {row['step_ms']:.3f} ms a step {spread}", flush=True)
+        if arguments.host_profile:
+            wanted = (engine, runner, decoder.config.vocab_size)
+            profiles = [(f"B={size}", profile_host(*wanted, size, arguments.context, arguments.long)) for size in sizes]
+            show(f"host us a plan of {replay_steps} steps", profiles)
         engine.executor.shutdown()
-        del engine
+        del engine, runner
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    print_steps(rows)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
 

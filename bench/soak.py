@@ -76,7 +76,7 @@ class Soak:
     def __init__(self, engine: Engine, runner: ModelRunner, cases: Sequence[Case], vocab_size: int, rng: random.Random, verdict: Verdict):
         self.engine = engine
         self.runner = runner
-        self.cases = cases
+        self.cases = self._asked = cases
         self.vocab_size = vocab_size
         self.rng = rng
         self.verdict = verdict
@@ -92,6 +92,8 @@ class Soak:
         end = time.monotonic() + seconds
         while time.monotonic() < end and len(self.verdict.failures) < 20:
             rate = self.rng.choice([0.05, 0.3, 1.0])
+            # While somebody has a grammar no plan has several steps.
+            self._asked = self.cases if self.rng.random() < 0.5 else [case for case in self.cases if case.params.grammar is None]
             for _ in range(self.rng.randint(20, 300)):
                 self._events(rate)
                 self._step()
@@ -100,7 +102,7 @@ class Soak:
     def _events(self, rate: float) -> None:
         rng = self.rng
         while rng.random() < rate and len(self.open) < 40:
-            case = rng.choice(self.cases)
+            case = rng.choice(self._asked)
             params = case.variation(rng)
             name = self.engine.add_request(case.prompt, params, request_id=f"r{next(self._ids)}" if rng.random() < 0.5 else None)
             self.open[name] = Asked(case, params)

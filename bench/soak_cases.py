@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
-from rung.runner import Completion, FinishReason, RunnerConfig, SamplingParams, build_engine
+from rung.runner import Completion, FinishReason, Grammar, GrammarMatcher, RunnerConfig, SamplingParams, build_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class Case:
     def is_plain(self) -> bool:
         """Greedy, and nothing else that reads logits: its near-ties can be told by the gaps."""
         p = self.params
-        return p.is_greedy and not (p.has_penalties or p.logit_bias or p.bad_words or p.allowed_token_ids)
+        return p.is_greedy and not (p.has_penalties or p.logit_bias or p.bad_words or p.allowed_token_ids or p.grammar)
 
     def variation(self, rng: random.Random) -> SamplingParams:
         """The same tokens, ended somewhere by their number, a stop token, or the context."""
@@ -95,8 +97,42 @@ def _params(number: int, vocab_size: int, rng: random.Random) -> SamplingParams:
         {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
         {},
         {"temperature": 0.5, "min_p": 0.05, "logit_bias": {rng.randrange(vocab_size): 2.0}, "seed": rng.getrandbits(62)},
+        {},
+        {"grammar": Residues(vocab_size, rng.randint(2, 5)), "ignore_eos": False},
+        {"bad_words": [[rng.randrange(vocab_size)], [1, 2]], "presence_penalty": 0.5},
     ]
-    return SamplingParams(ignore_eos=True, **kinds[number % len(kinds)])
+    return SamplingParams(**{"ignore_eos": True, **kinds[number % len(kinds)]})
+
+
+class Residues(Grammar):
+    """The token at place n leaves the rest n when it is divided by `divisor`. Never ends by itself."""
+
+    def __init__(self, vocab_size: int, divisor: int) -> None:
+        self.divisor = divisor
+        self.masks = [_packed(torch.arange(vocab_size) % divisor == rest) for rest in range(divisor)]
+
+    def matcher(self) -> ResiduesMatcher:
+        return ResiduesMatcher(self)
+
+
+class ResiduesMatcher(GrammarMatcher):
+    def __init__(self, grammar: Residues) -> None:
+        self._grammar = grammar
+        self._place = 0
+
+    def accept(self, token: int) -> bool:
+        allowed = token % self._grammar.divisor == self._place
+        self._place = (self._place + 1) % self._grammar.divisor
+        return allowed
+
+    def fill(self, row: npt.NDArray[np.int32]) -> bool:
+        row[:] = self._grammar.masks[self._place]
+        return True
+
+
+def _packed(allowed: torch.Tensor) -> npt.NDArray[np.int32]:
+    bits = np.packbits(allowed.numpy(), bitorder="little")
+    return np.pad(bits, (0, -len(bits) % 4)).view(np.int32)
 
 
 @dataclass(slots=True)

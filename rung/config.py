@@ -85,6 +85,9 @@ class CompileConfig:
     drop_guards: tuple[str, ...] = ()  # kinds of GUARD_KINDS that are not checked
     max_variants: int = 8  # traces kept for other dtypes, ranks, constant arguments and states of the module
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
+    passes: tuple[Any, ...] = ()  # passes beside rung's own: objects, "package.module:attribute", or entry points of rung.passes
+    without_passes: tuple[str, ...] = ()  # names of passes that do not run
+    expect: Mapping[str, int] = field(default_factory=dict)  # pass or pattern -> least number of matches; fewer fail the compile
 
     def __post_init__(self) -> None:
         _one_of("graphs", self.graphs, GRAPH_MODES)
@@ -99,6 +102,8 @@ class CompileConfig:
             raise ConfigError(f"capture_after must be at least 1, got {self.capture_after}", hint="1 captures at the first call of a size")
         if self.graphs == "none" and (self.nvtx or self.step_trace is not None):
             raise ConfigError("nvtx and step_trace have no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
+        if any(not isinstance(count, int) or count < 0 for count in self.expect.values()):
+            raise ConfigError(f"expect must give numbers of matches, got {dict(self.expect)}", hint='for example {"add_norm": 64}')
         if self.max_variants < 1:
             raise ConfigError(f"max_variants must be at least 1, got {self.max_variants}", hint="leave it at the default of 8")
         if self.max_waste is not None and self.max_waste < 1:

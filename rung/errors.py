@@ -64,6 +64,17 @@ class CompileError(UserError):
     """Inductor refused or failed to compile a piece."""
 
 
+# --- passes --------------------------------------------------------------------------------------------------------------------------
+
+
+class PassError(UserError, ValueError):
+    """A pass cannot be used: it is not found, has no identity, or changes what a graph computes."""
+
+
+class PatternError(PassError):
+    """A pattern cannot be registered: its parts contradict each other, or its replacement computes something else."""
+
+
 # --- cache ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -217,4 +228,4 @@ class KVCacheTooSmallError(UserError):
 
 
 class BlockTableError(UserError, RuntimeError):
-    """A plan gives a request more blocks than its block table row holds, or fewer than its tokens need."""
+    """A plan gives a request more blocks than its row holds, fewer than its tokens need, or blocks that it cannot have."""

@@ -7,6 +7,7 @@ import click
 from rung import __version__
 from rung.cli.bench import bench
 from rung.cli.doctor import doctor
+from rung.cli.explain import explain
 from rung.cli.generate import generate
 from rung.cli.ladder import ladder
 from rung.cli.verify import verify
@@ -18,5 +19,5 @@ def program() -> None:
     """Trace once, compile the unique pieces, capture a ladder of graphs, replay."""
 
 
-for command in (generate, bench, verify, doctor, ladder):
+for command in (generate, bench, verify, explain, doctor, ladder):
     program.add_command(command)

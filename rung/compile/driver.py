@@ -35,6 +35,7 @@ from rung.compile.trace import DynamicDims, TracedGraph, self_name, trace
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ArtifactError
+from rung.passes.expectations import check_expectations
 
 
 class Driver:
@@ -96,6 +97,7 @@ class Driver:
             "split_ops": sorted(self.config.split_ops),
             "pad": sorted(self.config.pad),
             "row_wise_ops": sorted(self.config.row_wise_ops),
+            "expect": dict(sorted(self.config.expect.items())),
             "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
             "constants": [[path.expression(), f"{type(value).__name__} {value!r}"] for path, value in constants],
             **self.pieces.code_factors(_device(tensors, owner)),
@@ -134,6 +136,7 @@ class Driver:
         if violated:
             report.reason = f"the plan under this key was traced when {violated}"
             return None
+        report.passes = list(manifest.get("passes", ()))
         return plan
 
     # --- cold ------------------------------------------------------------------------------------------------------------------------
@@ -151,6 +154,7 @@ class Driver:
     ) -> tuple[CompilePlan, dict[str, bytes]]:
         self.counters.add(Count.PLAN_MISSES)
         report.source = "compiled"
+        report.passes.clear()
         entry = f"{function.__module__}:{function.__qualname__}"
         dump = Dump.of(entry, report.plan_key)
         with report.clock("import Dynamo"), torch_compat.quiet_compiler():
@@ -186,7 +190,11 @@ class Driver:
             report.reason = f"not cacheable: the trace depends on {traced.guards.unknown[0]}, which cannot be checked in another process"
         elif keep:
             with report.clock("save"):
-                self.pieces.save(lambda: self.store.put_manifest("plans", report.plan_key, {"factors": factors, "plan": plan.to_json()}))
+                self.pieces.save(
+                    lambda: self.store.put_manifest(
+                        "plans", report.plan_key, {"factors": factors, "plan": plan.to_json(), "passes": report.passes}
+                    )
+                )
         with report.clock("compare once"):
             self._check(graph, plan, blobs, _owner(function))
         return plan, blobs
@@ -221,6 +229,8 @@ class Driver:
         code = self.pieces.code_factors(device)
         with report.clock("compile"):
             compiled = [self.pieces.blob(index, piece, traced, code, report, dump) for index, piece in enumerate(graph.pieces)]
+        uses = [sum(step.piece == index for step in graph.steps) for index in range(len(graph.pieces))]
+        check_expectations(self.config.expect, zip(report.passes, uses, strict=True))
         pieces = tuple((piece.key, blob.digest) for piece, blob in zip(graph.pieces, compiled, strict=True))
         bound = min((blob.bound for blob in compiled if blob.bound is not None), default=None)
         return pieces, {blob.digest: blob.data for blob in compiled}, bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import platform
 import warnings
@@ -21,7 +22,7 @@ from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ArtifactError, CacheError, CompileError
 from rung.passes import PassManager
-from rung.passes.fusion import ResidualAdd
+from rung.passes.defaults import pass_manager
 
 SETTINGS = {
     # kernels choose among their few configurations at the first call, before any capture; compiling must not run them
@@ -57,7 +58,7 @@ class PieceCompiler:
         self.config = config
         self.store = store
         self.counters = counters
-        self.passes = PassManager((ResidualAdd(),))
+        self.passes = pass_manager(config)
 
     def code_factors(self, device: torch.device) -> dict[str, Any]:
         """What changes the code of a piece besides the piece itself."""
@@ -85,13 +86,14 @@ class PieceCompiler:
             warnings.warn(f"a stored piece could not be used and is built again: {why}", RuntimeWarning, stacklevel=2)
         dump.piece(index, piece)
         refuse_aliased_writes(piece)
-        passes = PassManager(self.passes.passes)
+        passes = self.passes.fresh()
+        passes.check()
         compiled, bound = self._compile(piece, traced, passes, index)
-        report.passes.append(passes.report)
+        report.passes.append(passes.as_json())
         digest = self.save(lambda: self.store.put_blob(compiled))
         if digest is None:
             return PieceBlob(f"unsaved-{index}", compiled, bound)
-        manifest = {"factors": factors, "blob": digest, "passes": passes.report, "bound": bound}
+        manifest = {"factors": factors, "blob": digest, "passes": passes.as_json(), "bound": bound}
         self.save(lambda: self.store.put_manifest("pieces", key, manifest))
         return PieceBlob(digest, compiled, bound)
 
@@ -105,6 +107,8 @@ class PieceCompiler:
                 if bound is None and fresh.restrictions():
                     self.counters.add(Count.UNHINTED_COMPILES)
                     artifact, _ = self._inductor(piece, traced, passes, hinted=False)
+                if not passes.report:
+                    self._run_passes(piece, traced, passes)
                 return torch_compat.serialize_artifact(artifact), bound
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0][:300]
@@ -113,8 +117,11 @@ class PieceCompiler:
                 hint="RUNG_DUMP=<folder> writes the piece; TORCH_LOGS=+inductor tells more",
             ) from error
 
-    def _inductor(self, piece: Piece, traced: TracedGraph, passes: PassManager, *, hinted: bool) -> tuple[Any, torch_compat.FreshSymbols]:
-        """An artifact, and the symbols that know what Inductor assumed about the sizes."""
+    def _inductor(
+        self, piece: Piece, traced: TracedGraph, passes: PassManager, *, hinted: bool, stop: bool = False
+    ) -> tuple[Any, torch_compat.FreshSymbols]:
+        """An artifact, and the symbols that know what Inductor assumed about the sizes. With `stop` the compile ends behind the passes, by
+        raising `StopCompile`."""
         fresh = torch_compat.FreshSymbols(hinted=hinted)
         inputs = []
         for node in piece.graph_module.graph.nodes:
@@ -128,10 +135,15 @@ class PieceCompiler:
         module = copy.deepcopy(piece.graph_module)
         fresh.propagate(module, inputs)
         on_cuda = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in inputs)
-        options = {**settings("cuda" if on_cuda else "cpu"), **self.config.inductor, **passes.inductor_options(tag)}
+        options = {**settings("cuda" if on_cuda else "cpu"), **self.config.inductor, **passes.inductor_options(tag, stop=stop)}
         artifact = torch_compat.compile_piece(module, fresh, inputs, options)
         self.counters.add(Count.INDUCTOR_COMPILES)
         return artifact, fresh
+
+    def _run_passes(self, piece: Piece, traced: TracedGraph, passes: PassManager) -> None:
+        """Run the passes for their report alone: Inductor took the piece from a cache of its own, and called none of them."""
+        with contextlib.suppress(torch_compat.StopCompile):
+            self._inductor(piece, traced, passes, hinted=True, stop=True)
 
     def save(self, write: Callable[[], Any]) -> Any:
         """A store that cannot be written costs the next start, never this run."""

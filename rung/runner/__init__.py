@@ -2,8 +2,9 @@
 
 from rung.graphs import Dispatch
 from rung.runner.build import StartUp, build_engine, build_runner
+from rung.runner.completion import Completion, Update
 from rung.runner.config import RunnerConfig
-from rung.runner.engine import Completion, Engine, Update
+from rung.runner.engine import Engine
 from rung.runner.executor import Executor, InProcessExecutor
 from rung.runner.forward import EagerForward, Forward
 from rung.runner.grammar import Grammar, GrammarCompiler, GrammarMask, GrammarMatcher

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rung.errors import PromptTooLongError, RequestError, SamplingParamsError
+from rung.errors import PromptTooLongError, RequestError
 from rung.runner.request import Request
 from rung.runner.sampler.params import SamplingParams
 from rung.runner.text import Tokenizer
@@ -50,7 +50,7 @@ class Admission:
                 hint="shorten the prompt, or raise max_model_len if the model's context allows it",
             )
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        self._check_params(request_id, params)
+        params.check_vocabulary(request_id, self._vocab_size)
         stops = frozenset(params.stop_token_ids)
         return Request(
             request_id=request_id,
@@ -61,21 +61,6 @@ class Admission:
             max_total_tokens=len(token_ids) + min(room, params.max_tokens or room),
             stop_token_ids=stops if params.ignore_eos else stops | self._stop_token_ids,
         )
-
-    def _check_params(self, request_id: str, params: SamplingParams) -> None:
-        for name, token_ids in params.token_ids().items():
-            for token in token_ids:
-                if not 0 <= token < self._vocab_size:
-                    raise SamplingParamsError(
-                        f"request {request_id!r}: {name} has token {token}, expected ids in [0, {self._vocab_size})",
-                        hint="use ids of the model's own tokenizer",
-                    )
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, name)
-            if count is not None and count > self._vocab_size:
-                raise SamplingParamsError(
-                    f"request {request_id!r}: {name} is {count}, and the vocabulary has {self._vocab_size} tokens", hint=f"lower {name}"
-                )
 
     def _token_ids(self, request_id: str, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from rung.graphs import Shape
+from rung.runner.plan import StepPlan
 from rung.runner.slots import RequestSlots
 
 DECODE_QUERY_LEN = 1  # tokens of a decode; 1 + drafts once there is speculation
@@ -70,6 +71,37 @@ def gather_batch(num_scheduled_tokens: Mapping[str, int], slots: RequestSlots) -
     # One more token over an existing context is a decode to the kernels, wherever the token comes from.
     decodes = ~prefilling | ((query_lens == DECODE_QUERY_LEN) & (computed > 0))
     return _batch(tuple(request_ids), idx_mapping, query_lens, computed, bool(prefilling.any()), bool(decodes.all()))
+
+
+class BatchBuilder:
+    """The batches of plans. A plan with the decodes of the last one, while slots stay as they are, keeps its arrays; only lengths move."""
+
+    def __init__(self, slots: RequestSlots) -> None:
+        self._slots = slots
+        self._decodes: Batch | None = None  # the last batch, when it can be repeated
+
+    def forget(self) -> None:
+        """Requests come, go or start anew."""
+        self._decodes = None
+
+    def repeated(self, plan: StepPlan) -> Batch | None:
+        """The last batch, when the plan has its requests in its order, one token each. Its lengths are those of then."""
+        last, scheduled = self._decodes, plan.num_scheduled_tokens
+        same = last is not None and tuple(scheduled) == last.request_ids and set(scheduled.values()) == {DECODE_QUERY_LEN}
+        return last if same else None
+
+    def build(self, plan: StepPlan, repeated: Batch | None = None) -> Batch:
+        """The batch of a plan whose changes have been applied; `repeated` of the same plan saves looking it up."""
+        if repeated is None:
+            batch = gather_batch(plan.num_scheduled_tokens, self._slots)
+        else:
+            batch = self.next(repeated)
+        self._decodes = batch if batch.uniform_query_len == DECODE_QUERY_LEN and not batch.has_prefill else None
+        return batch
+
+    def next(self, batch: Batch) -> Batch:
+        """One more decode of the same requests."""
+        return replace(batch, seq_lens=self._slots.num_computed_tokens_np[batch.idx_mapping] + batch.query_lens)
 
 
 def dummy_batch(query_lens: npt.NDArray[np.int32], *, decode: bool = False) -> Batch:

@@ -23,6 +23,8 @@ class BlockTable:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.num_blocks_np = np.zeros(max_num_requests, np.int32)
+        self.rows: list[list[int]] = [[] for _ in range(max_num_requests)]  # what the host has written; the null block where it was cleared
+        self.owners: dict[int, int] = {}  # how many rows have a block
         self._num_null = [0] * max_num_requests  # entries at the front of each row that were cleared
         device = transfer.device
         by_slot = torch.zeros(max_num_requests, 1 + max_blocks, dtype=torch.int32, device=device)
@@ -51,7 +53,15 @@ class BlockTable:
         self._staged.stage(slot, 0, [held + len(block_ids)])
         self._staged.stage(slot, 1 + held, block_ids)
         if replace:
-            self._num_null[slot] = 0
+            self.release(slot)
+        self.rows[slot] += block_ids
+        for block in block_ids:
+            self.owners[block] = self.owners.get(block, 0) + 1
+
+    def release(self, slot: int) -> None:
+        """The request leaves, or gives up its blocks; what the device has of the row is written over by the next one."""
+        self._disown(self.rows[slot])
+        self.rows[slot], self._num_null[slot] = [], 0
 
     def clear_front(self, slot: int, count: int) -> None:
         """The first `count` entries of the row become the null block: their blocks were freed, behind a sliding window."""
@@ -59,6 +69,16 @@ class BlockTable:
         if count > done:
             self._staged.stage(slot, 1 + done, [0] * (count - done))
             self._num_null[slot] = count
+            self._disown(self.rows[slot][done:count])
+            self.rows[slot][done:count] = [0] * (count - done)
+
+    def _disown(self, blocks: list[int]) -> None:
+        for block in blocks:
+            left = self.owners.get(block, 0) - 1
+            if left > 0:
+                self.owners[block] = left
+            else:
+                self.owners.pop(block, None)
 
     def apply_staged_writes(self) -> None:
         self._staged.apply()

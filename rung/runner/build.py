@@ -101,6 +101,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
             counters=counters,
             trace=trace,
             num_blocks=PROFILE_BLOCKS if profiled else None,
+            vocab_size=getattr(getattr(module, "config", None), "vocab_size", None),
         )
     if profiled:
         with start.phase("profile"):
@@ -130,10 +131,11 @@ def build_engine(
 
 
 def compile_model(
-    module: nn.Module, device: torch.device, max_num_tokens: int, counters: Counters
+    module: nn.Module, device: torch.device, max_num_tokens: int, counters: Counters, **options: Any
 ) -> tuple[CompiledFunction, CompileReport]:
-    """Compile `module.forward(input_ids, positions)` with a dynamic token dimension; takes (input_ids int32, positions int64)."""
-    config = CompileConfig(dynamic={"input_ids": {0: DIM}, "positions": {0: DIM}}, maximum=max_num_tokens)
+    """Compile `module.forward(input_ids, positions)` with a dynamic token dimension; takes (input_ids int32, positions int64).
+    `options` are further fields of the `CompileConfig`."""
+    config = CompileConfig(dynamic={"input_ids": {0: DIM}, "positions": {0: DIM}}, maximum=max_num_tokens, **options)
     entry = Entry(module.forward, config, counters)
     example = {
         "input_ids": torch.zeros(2, dtype=torch.int32, device=device),

@@ -6,57 +6,17 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 from rung.errors import GrammarMatchError, InternalError, RequestError, StepFailedError
 from rung.runner.admission import Admission, Prompt
+from rung.runner.completion import Completion, OpenRequest, Update
 from rung.runner.executor.base import Executor
 from rung.runner.grammar import GrammarMask
 from rung.runner.output import ModelRunnerOutput
 from rung.runner.request import FinishReason, Request
-from rung.runner.sampler.logprobs import TokenLogprobs
 from rung.runner.sampler.params import SamplingParams
 from rung.runner.scheduler import Scheduler
-from rung.runner.text import Detokenizer, StopText, Tokenizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """A finished request. `text` is empty without a tokenizer; a stop token is in `token_ids` but not in `text`."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    seed: int | None
-    error: str | None = None  # why, when the finish reason is ERROR
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # of `token_ids`, when asked for
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # of `prompt_token_ids`, when asked for; the first one has none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """What one step added to one request. `completion` is set with the last one."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    text: str
-    completion: Completion | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # of `token_ids`, when asked for
-
-
-@dataclass(slots=True)
-class _Output:
-    """A request on its way to text."""
-
-    request: Request
-    detokenizer: Detokenizer | None
-    stop_text: StopText
-    parts: list[str] = field(default_factory=list)
-    error: str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+from rung.runner.text import Tokenizer
 
 
 class Engine:
@@ -81,7 +41,7 @@ class Engine:
         stops = frozenset(stop_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
         self._vocab_size = vocab_size
         self._admission = Admission(scheduler.config.max_model_len, vocab_size, tokenizer, stops)
-        self._outputs: dict[str, _Output] = {}
+        self._outputs: dict[str, OpenRequest] = {}
         self._in_flight: deque[Future[ModelRunnerOutput | None]] = deque()
         self._undelivered: list[Update] = []  # came while somebody else was stepping
         self._ids = itertools.count()
@@ -100,7 +60,7 @@ class Engine:
         output = self._outputs.get(request_id)
         if output is not None:
             self.scheduler.finish(request_id, FinishReason.ABORT)
-            self._undelivered.append(self._update(output, ()))
+            self._undelivered.append(self._close(output.take(())))
 
     def step(self) -> list[Update]:
         """Enqueue the next plan, and take the oldest result when enough are in flight or nothing could be enqueued."""
@@ -176,7 +136,7 @@ class Engine:
         for request_id, request in requests.items():
             self.scheduler.add(request)
             detokenizer = self._tokenizer.detokenizer() if self._tokenizer else None
-            self._outputs[request_id] = _Output(request, detokenizer, StopText(request.sampling.stop))
+            self._outputs[request_id] = OpenRequest(request, detokenizer)
         return list(requests)
 
     def _free_id(self, requests: Collection[str]) -> str:
@@ -221,7 +181,7 @@ class Engine:
                 return failed, GrammarMask.of(matchers, self._vocab_size)
             except GrammarMatchError as error:
                 del matchers[error.request_id]
-                self._undelivered.append(self._end(self._outputs[error.request_id], (), error))
+                self._undelivered.append(self._close(self._outputs[error.request_id].fail((), error)))
         return failed, None
 
     def _take(self, tokens: Future[ModelRunnerOutput | None]) -> list[Update]:
@@ -238,89 +198,30 @@ class Engine:
             if request.finish_reason is FinishReason.ERROR:
                 one.error = output.errors.get(request.request_id)
             try:
-                updates.append(self._update(one, taken, output.logprobs.get(request.request_id, ())))
+                update = one.take(taken, output.logprobs.get(request.request_id, ()) if output.logprobs else ())
             except Exception as error:  # of its grammar or tokenizer; other requests have nothing to do with that
-                updates.append(self._end(one, taken, error))
+                update = one.fail(taken, error)
+            updates.append(update if update.completion is None else self._close(update))
         return updates
 
-    def _end(self, output: _Output, tokens: Sequence[int], error: Exception) -> Update:
-        """End a request that its own code failed, with the text that it has."""
-        self.scheduler.finish(output.request.request_id, FinishReason.ERROR)
-        output.request.finish_reason = FinishReason.ERROR
-        output.request.matcher = output.detokenizer = None
-        output.error = f"{type(error).__name__}: {error}"
-        return self._update(output, tokens)
+    def _close(self, update: Update) -> Update:
+        """The last update of a request: nobody else holds it any more."""
+        assert update.completion is not None
+        del self._outputs[update.request_id]
+        self.scheduler.finish(update.request_id, update.completion.finish_reason)
+        return update
 
     def _keep_prompt_logprobs(self, output: ModelRunnerOutput) -> None:
         requests = self.scheduler.oldest_step()
         for request_id, (position, found) in output.prompt_logprobs.items():
             one = self._outputs.get(request_id)
             if one is not None and one.request is requests[request_id]:
-                one.prompt_logprobs += found[len(one.prompt_logprobs) - position :]  # those computed again after a preemption are known
+                one.add_prompt_logprobs(position, found)
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> BaseException:
         """Give the failed requests their last updates."""
-        for request in requests:
-            output = self._outputs[request.request_id]
-            output.error = f"{type(error).__name__}: {error}"
-            self._undelivered.append(self._update(output, ()))
+        self._undelivered += [self._close(self._outputs[request.request_id].fail((), error)) for request in requests]
         return error
-
-    def _update(self, output: _Output, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> Update:
-        """Turn new tokens into text, and end the request when its text says so."""
-        request = output.request
-        if request.matcher is not None:
-            for token in tokens:
-                if not request.matcher.accept(token):
-                    raise RequestError(f"the grammar refused token {token} of the output", hint="its mask allowed what it does not accept")
-        text = ""
-        if output.detokenizer is not None:
-            shown = tokens[:-1] if request.finish_reason is FinishReason.STOP else tokens
-            if len(shown) > 1 and request.sampling.stop:
-                tokens, text = self._until_stop(output, tokens, shown)
-            else:
-                text = output.stop_text.add(output.detokenizer.add(shown))
-            if request.finish_reason is not None:
-                text += output.stop_text.add(output.detokenizer.finish())
-            if output.stop_text.found:
-                self.scheduler.finish(request.request_id, FinishReason.STOP)
-                request.finish_reason = FinishReason.STOP
-            elif request.finish_reason is not None:
-                text += output.stop_text.finish()
-        new_logprobs = None
-        if request.sampling.logprobs is not None:
-            new_logprobs = tuple(logprobs[: len(tokens)])
-            output.logprobs += new_logprobs
-        output.parts.append(text)
-        completion = self._complete(output) if request.finish_reason is not None else None
-        return Update(request_id=request.request_id, token_ids=tuple(tokens), text=text, completion=completion, logprobs=new_logprobs)
-
-    def _until_stop(self, output: _Output, tokens: Sequence[int], shown: Sequence[int]) -> tuple[Sequence[int], str]:
-        """Text of several tokens at once. Those behind a stop text are dropped, as if the request had stopped after the step with it."""
-        assert output.detokenizer is not None
-        text = ""
-        for count, token in enumerate(shown, start=1):
-            text += output.stop_text.add(output.detokenizer.add((token,)))
-            if output.stop_text.found:
-                del output.request.output_token_ids[len(output.request.output_token_ids) - (len(tokens) - count) :]
-                return tokens[:count], text
-        return tokens, text
-
-    def _complete(self, output: _Output) -> Completion:
-        request = output.request
-        assert request.finish_reason is not None
-        del self._outputs[request.request_id]
-        return Completion(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            token_ids=tuple(request.output_token_ids),
-            text="".join(output.parts),
-            finish_reason=request.finish_reason,
-            seed=request.sampling.seed,
-            error=output.error,
-            logprobs=tuple(output.logprobs) if request.sampling.logprobs is not None else None,
-            prompt_logprobs=tuple(output.prompt_logprobs) if request.sampling.prompt_logprobs is not None else None,
-        )
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

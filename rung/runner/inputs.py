@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rung.runner.batch import Batch
@@ -61,7 +62,7 @@ class InputBuilder:
         self._transfer = transfer
         self._ops = ops
         self._every_row = np.arange(buffers.query_start_loc.shape[0], dtype=np.int32)
-        self._uploaded: tuple[tuple[str, ...], bytes] | None = None  # the decodes on the device, unless it changed them itself
+        self._uploaded: npt.NDArray[np.int64] | None = None  # of the decodes on the device; a repeated batch has the same array
 
     def upload(self, batch: Batch) -> None:
         """Enqueue the two host arrays of the step."""
@@ -77,14 +78,13 @@ class InputBuilder:
     def upload_decodes(self, batch: Batch) -> None:
         """Enqueue them for a decode graph, unless it had the same batch before. Rows behind the batch are requests without a slot, so that
         every row of the graph belongs to one."""
-        decodes = (batch.request_ids, batch.idx_mapping.tobytes())
-        if decodes == self._uploaded:
+        if batch.idx_mapping is self._uploaded:
             return
         idx_mapping = np.full(self.buffers.idx_mapping.shape[0], -1, np.int64)
         idx_mapping[: batch.num_requests] = batch.idx_mapping
         self._transfer.copy_into(idx_mapping, self.buffers.idx_mapping)
         self._transfer.copy_into(self._every_row, self.buffers.query_start_loc)
-        self._uploaded = decodes
+        self._uploaded = batch.idx_mapping
 
     def forget(self) -> None:
         """Requests came or went: the next batch is uploaded."""

@@ -15,7 +15,7 @@ from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.errors import ConfigError, StateError, StepFailedError
 from rung.graphs import Dispatch, StepTrace
-from rung.runner.batch import Batch, dummy_batch, dummy_query_lens, gather_batch
+from rung.runner.batch import Batch, BatchBuilder, dummy_batch, dummy_query_lens
 from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodeStep
@@ -52,7 +52,8 @@ class ModelRunner:
     One step is two calls: `execute_model(plan)` applies the plan and enqueues forward and logits, `sample_tokens(mask)` samples and
     advances the slots. Between them a caller may build a grammar mask. The runner owns slots, block tables (one for each of
     `kv_groups`), input buffers and KV cache; it binds the attention layers of `module` to them. `num_blocks` overrides the configured size
-    of the KV cache. `trace` gets the steps of requests, not the dummy ones. Not thread-safe: one caller drives it."""
+    of the KV cache; `vocab_size` lets plans be checked for token ids that the model does not have. `trace` gets the steps of requests, not
+    the dummy ones. Not thread-safe: one caller drives it."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class ModelRunner:
         counters: Counters | None = None,
         trace: StepTrace | None = None,
         num_blocks: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         first = next(module.parameters())
         self.module = module
@@ -107,7 +109,9 @@ class ModelRunner:
         )
         if self.device.type == "cuda" if config.decode_in_graph is None else config.decode_in_graph:
             self.forward.bind_decode(self.decode)
-        self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows)
+        self._batches = BatchBuilder(self.slots)
+        self._fitting: npt.NDArray[np.int64] | None = None  # slots of the last batch that a decode graph could sample
+        self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows, self._group_blocks, vocab_size)
         self.forward.watch(self.static_tensors)
         self.hooks = StepHooks()
         self._parked: ParkedStep | None = None
@@ -124,6 +128,9 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.kv_caches = allocate_kv_caches(self.layers, self.kv_groups, num_blocks, self.config, self.dtype, self.device)
         self._bind_layers(self._backend)
+
+    def _group_blocks(self) -> list[int]:
+        return [self.kv_caches[group.layers[0]].key.shape[0] for group in self.kv_groups]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -146,17 +153,20 @@ class ModelRunner:
                 hint="every execute_model that returns None is followed by one sample_tokens",
             )
         self._check_bound()
-        self._checker.check(plan)
+        changes = changes_slots(plan)
+        repeated = None if changes else self._batches.repeated(plan)
+        self._checker.check(plan, repeated)
         try:
-            if changes_slots(plan):
+            if changes:
                 self._inputs.forget()
+                self._batches.forget()
             apply_plan(plan, self.slots, self.sampler, self.block_tables)
             if not plan.num_scheduled_tokens:
                 self.hooks.no_work(plan)
                 return EMPTY_OUTPUT
             self._plan = plan
             self.hooks.before_forward(plan)
-            self._parked = self._run(gather_batch(plan.num_scheduled_tokens, self.slots), plan.num_steps, in_graph=not plan.has_bitmask)
+            self._parked = self._run(self._batches.build(plan, repeated), plan.num_steps, in_graph=not plan.has_bitmask)
         except Exception as error:
             raise _failed(error) from error
         return None
@@ -185,7 +195,7 @@ class ModelRunner:
         steps = [self._sample(parked, mask)]
         for _ in range(parked.num_steps - 1):
             self._advance(parked.batch, *steps[-1][:2])
-            parked = self._run(gather_batch(dict.fromkeys(parked.batch.request_ids, 1), self.slots), 1, in_graph=False)
+            parked = self._run(self._batches.next(parked.batch), 1, in_graph=False)
             steps.append(self._sample(parked, None))
         # The copy starts before the state is advanced, so that it does not wait for it.
         columns = list(zip(*steps, strict=True))[:2]
@@ -304,7 +314,7 @@ class ModelRunner:
             for _ in range(num_steps):
                 record_step(self._trace, batch, dispatch)
         if self.forward.advances(dispatch):
-            return self._replay(batch, dispatch, num_steps, in_graph and self.sampler.fits_graph(batch.idx_mapping, batch.seq_lens))
+            return self._replay(batch, dispatch, num_steps, in_graph and self._fits_graph(batch))
         step = self.prepare(batch, dispatch)
         hidden = self._forward_hidden(step)
         return ParkedStep(
@@ -315,6 +325,14 @@ class ModelRunner:
             context=step.context,
             prompt_logprobs=self.prompts.collect(batch, hidden=hidden),
         )
+
+    def _fits_graph(self, batch: Batch) -> bool:
+        """Whether a decode graph can sample the batch. What fits goes on to fit while the batch, and so its array, stays."""
+        if batch.idx_mapping is self._fitting:
+            return True
+        fits = self.sampler.fits_graph(batch.idx_mapping, batch.seq_lens)
+        self._fitting = batch.idx_mapping if fits else None
+        return fits
 
     def _replay(self, batch: Batch, dispatch: Dispatch, num_steps: int, sampling: bool) -> ParkedStep:
         """Steps whose inputs, and when `sampling` also tokens, the graph makes from the slots."""
@@ -362,9 +380,12 @@ class ModelRunner:
         self._advance_mirrors(batch, 1)
 
     def _advance_mirrors(self, batch: Batch, num_steps: int) -> None:
-        slots = self.slots
-        slots.num_computed_tokens_np[batch.idx_mapping] = batch.seq_lens + (num_steps - 1)
-        slots.total_len_np[batch.idx_mapping] += (batch.seq_lens >= slots.prefill_len_np[batch.idx_mapping]) * np.int32(num_steps)
+        slots, rows = self.slots, batch.idx_mapping
+        slots.num_computed_tokens_np[rows] = batch.seq_lens + (num_steps - 1)
+        if batch.has_prefill:
+            slots.total_len_np[rows] += (batch.seq_lens >= slots.prefill_len_np[rows]) * np.int32(num_steps)
+        else:  # all known tokens are computed
+            slots.total_len_np[rows] = batch.seq_lens + num_steps
 
     def _check_bound(self) -> None:
         name, layer = next(iter(self.layers.items()))

@@ -58,19 +58,16 @@ class AsyncOutput:
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the copy; rows are trimmed to what was sampled."""
-        if self._event is not None:
-            self._event.synchronize()
-        self._device_tensors = ()
+        self._wait()
         sampled = self._sampled if self._num_sampled is None else self._sampled.masked_fill(self._num_sampled == 0, -1)
         steps = sampled.tolist()
         errors: dict[str, str] = {}
-        tokens: tuple[tuple[int, ...], ...]
-        if len(steps) == 1:
-            tokens = tuple((token,) if token >= 0 else () for token in steps[0])
-        else:
-            tokens = tuple(tuple(token for token in row if token >= 0) for row in zip(*steps, strict=True))
-        if min(map(min, steps)) < -1:
-            tokens, errors = self._split_failures(zip(*steps, strict=True))
+        tokens: tuple[tuple[int, ...], ...] = tuple(zip(*steps, strict=True))
+        lowest = min(map(min, steps))
+        if lowest < -1:
+            tokens, errors = self._split_failures(tokens)
+        elif lowest < 0:
+            tokens = tuple(tuple(token for token in row if token >= 0) for row in tokens)
         return ModelRunnerOutput(
             request_ids=self._request_ids,
             sampled_token_ids=tokens,
@@ -78,6 +75,11 @@ class AsyncOutput:
             logprobs=self._read_logprobs() if self._logprobs else {},
             prompt_logprobs=_read_prompt_logprobs(self._prompt_logprobs) if self._prompt_logprobs else {},
         )
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+        self._device_tensors = ()
 
     def _split_failures(self, rows: Iterable[Sequence[int]]) -> tuple[tuple[tuple[int, ...], ...], dict[str, str]]:
         """The tokens of each request before its first failure, and why those that failed did."""

@@ -20,7 +20,9 @@ def apply_plan(plan: StepPlan, slots: RequestSlots, sampler: Sampler, tables: Se
     """Enqueue the changes of a plan that was checked; `tables` are one a KV-cache group."""
     # Sorted, so that every process that follows the same plans frees the same slots in the same order.
     for request_id in sorted(plan.finished_request_ids | plan.preempted_request_ids):
-        slots.remove(request_id)
+        slot = slots.remove(request_id)
+        for table in tables:
+            table.release(slot)
     for new in plan.new_requests:
         slot = slots.add(new.request_id, new.token_ids, new.prompt_len, new.num_computed_tokens)
         sampler.add(slot, new.sampling, new.stop_token_ids, prompt_len=new.prompt_len, num_tokens=len(new.token_ids))

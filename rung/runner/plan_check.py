@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from rung.errors import BlockTableError, RequestError
+from rung.runner.batch import Batch
+from rung.runner.block_check import check_blocks
 from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
 from rung.runner.kv_groups import first_block
@@ -19,13 +22,24 @@ _HINT = "the scheduler and the runner disagree; build plans with rung.runner.Sch
 class PlanChecker:
     """Raises `RequestError` (or `BlockTableError`) that names the request."""
 
-    def __init__(self, config: RunnerConfig, slots: RequestSlots, tables: Sequence[BlockTable], windows: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        config: RunnerConfig,
+        slots: RequestSlots,
+        tables: Sequence[BlockTable],
+        windows: Sequence[int | None],
+        num_blocks: Callable[[], Sequence[int]],  # of the cache of each group
+        vocab_size: int | None = None,
+    ) -> None:
         self._config = config
+        self._num_blocks = num_blocks
+        self._vocab_size = vocab_size
         self._slots = slots
         self._tables = tables
         self._windows = windows
 
-    def check(self, plan: StepPlan) -> None:
+    def check(self, plan: StepPlan, repeated: Batch | None = None) -> None:
+        """`repeated`: the plan's decodes, when they are those of the last batch and its slots stay as they are; saves looking them up."""
         slots = self._slots
         leaving = plan.finished_request_ids | plan.preempted_request_ids
         for request_id in leaving:
@@ -40,7 +54,15 @@ class PlanChecker:
             self._check_cached(known, leaving)
         free = len(slots.free_slots) + len(leaving)
         _require(len(new) <= free, f"{len(new)} new requests come and {free} of {self._config.max_num_requests} slots are free")
-        self._check_scheduled(plan, new, cached, leaving)
+        check_blocks(plan, slots, self._tables, self._windows, self._num_blocks())
+        _require(
+            1 <= plan.num_steps <= self._config.replay_steps, f"num_steps is {plan.num_steps}, replay_steps {self._config.replay_steps}"
+        )
+        _require(plan.num_steps == 1 or not plan.has_bitmask, "a grammar mask holds for one step, the plan has several")
+        if repeated is None:
+            self._check_scheduled(plan, new, cached, leaving)
+        else:
+            self._check_running(repeated.request_ids, repeated.idx_mapping, repeated.query_lens, plan)
 
     def _check_new(self, request: NewRequest, leaving: frozenset[str]) -> None:
         name, length = request.request_id, len(request.token_ids)
@@ -48,7 +70,22 @@ class PlanChecker:
         _require(1 <= request.prompt_len <= length, f"new request {name!r} has {length} tokens and prompt_len {request.prompt_len}")
         limit = self._config.max_model_len
         _require(length <= limit, f"new request {name!r} has {length} tokens, max_model_len is {limit}")
+        computed = request.num_computed_tokens
+        _require(0 <= computed < length, f"new request {name!r} has {length} tokens, of which {computed} are said to be computed")
+        self._check_tokens(name, request.token_ids)
+        if self._vocab_size is not None:
+            request.sampling.check_vocabulary(name, self._vocab_size)
         self._check_blocks(None, request.block_ids, replace=True)
+
+    def _check_tokens(self, name: str, token_ids: Sequence[int]) -> None:
+        tokens, limit = np.asarray(token_ids), self._vocab_size or np.iinfo(np.int32).max
+        bad = tokens.dtype.kind != "i" or (tokens < 0) | (tokens >= limit)
+        if np.any(bad):
+            index = int(np.argmax(bad))
+            raise RequestError(
+                f"new request {name!r}: token {index} is {token_ids[index]!r}, expected an id in [0, {limit})",
+                hint="use ids of the model's own tokenizer",
+            )
 
     def _check_cached(self, request: CachedRequest, leaving: frozenset[str]) -> None:
         name = request.request_id
@@ -56,6 +93,11 @@ class PlanChecker:
         computed = self._slots.num_computed_tokens_np.item(slot)
         if not request.resumed and request.num_computed_tokens != computed:
             raise RequestError(f"request {name!r} has {computed} computed tokens, the plan says {request.num_computed_tokens}", hint=_HINT)
+        known = self._slots.total_len_np.item(slot)
+        _require(
+            0 <= request.num_computed_tokens < known or not request.resumed,
+            f"resumed request {name!r} has {known} tokens, of which {request.num_computed_tokens} are said to be computed",
+        )
         if request.new_block_ids or request.resumed:
             self._check_blocks(slot, request.new_block_ids, replace=request.resumed)
         if request.num_null_blocks:
@@ -66,7 +108,7 @@ class PlanChecker:
         _require(len(counts) == groups, f"null blocks of {len(counts)} KV-cache groups came, there are {groups}")
         for table, count, window in zip(self._tables, counts, self._windows, strict=True):
             passed = first_block(request.num_computed_tokens, window, table.block_size)
-            _require(count <= passed, f"{count} blocks of request {request.request_id!r} become null, {passed} lie behind the window")
+            _require(0 <= count <= passed, f"{count} blocks of request {request.request_id!r} become null, {passed} lie behind the window")
 
     def _check_blocks(self, slot: int | None, block_ids: BlockIds, *, replace: bool) -> None:
         count = len(self._tables)
@@ -77,16 +119,12 @@ class PlanChecker:
     def _check_scheduled(
         self, plan: StepPlan, new: dict[str, NewRequest], cached: dict[str, CachedRequest], leaving: frozenset[str]
     ) -> None:
-        _require(
-            1 <= plan.num_steps <= self._config.replay_steps, f"num_steps is {plan.num_steps}, replay_steps {self._config.replay_steps}"
-        )
-        _require(plan.num_steps == 1 or not plan.has_bitmask, "a grammar mask holds for one step, the plan has several")
         total, budget = plan.total_num_scheduled_tokens, self._config.max_num_tokens
         _require(total <= budget, f"the plan has {total} tokens, max_num_tokens is {budget}")
         rest = []
         for name, count in plan.num_scheduled_tokens.items():
-            if count < 1:
-                raise RequestError(f"request {name!r} is scheduled with {count} tokens", hint=_HINT)
+            if not isinstance(count, int) or count < 1:
+                raise RequestError(f"request {name!r} is scheduled with {count!r} tokens", hint=_HINT)
             if (request := new.get(name)) is not None:
                 blocks = [len(b) for b in request.block_ids]
                 self._check_extent(name, request.num_computed_tokens, count, len(request.token_ids), blocks, plan.num_steps)
@@ -97,31 +135,34 @@ class PlanChecker:
             else:
                 rest.append(name)
         if rest:
-            self._check_running(rest, plan, cached, leaving)
+            rows = np.array([self._slot(name, leaving) for name in rest], np.int64)
+            self._check_running(rest, rows, np.array([plan.num_scheduled_tokens[name] for name in rest], np.int32), plan)
 
-    def _check_running(self, names: list[str], plan: StepPlan, cached: dict[str, CachedRequest], leaving: frozenset[str]) -> None:
-        """All requests that only go on, at once; the first bad one is looked at alone for its message."""
-        slots = np.array([self._slot(name, leaving) for name in names])
-        computed, known = self._slots.num_computed_tokens_np[slots], self._slots.total_len_np[slots]
-        counts = np.fromiter((plan.num_scheduled_tokens[name] for name in names), np.int32, len(names))
+    def _check_running(self, names: Sequence[str], rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int32], plan: StepPlan) -> None:
+        """All requests that only go on, at once; the first bad one is looked at alone for its message. `rows` are their slots."""
+        computed, known = self._slots.num_computed_tokens_np[rows], self._slots.total_len_np[rows]
         ends = computed + counts
         bad = ends > known
         if plan.num_steps != 1:
             bad |= (counts != 1) | (ends != known) | (ends + plan.num_steps > self._config.max_model_len)
-        blocks = [table.num_blocks_np[slots] for table in self._tables]
-        if cached:
-            row_of = {name: row for row, name in enumerate(names)}
-            for change in cached.values():
-                row = row_of.get(change.request_id)
-                if row is not None:
-                    for held, added in zip(blocks, change.new_block_ids, strict=False):
-                        held[row] += len(added)
-        for held, table in zip(blocks, self._tables, strict=True):
-            bad |= held * table.block_size < ends + (plan.num_steps - 1)
+        needed = -(-(ends + (plan.num_steps - 1)) // self._config.block_size)
+        held = [table.num_blocks_np[rows] for table in self._tables]
+        if plan.cached_requests:
+            held = [blocks + self._added(group, plan)[rows] for group, blocks in enumerate(held)]
+        for blocks in held:
+            bad |= blocks < needed
         if bad.any():
             row = int(bad.argmax())
-            held = [int(b[row]) for b in blocks]
-            self._check_extent(names[row], int(computed[row]), int(counts[row]), int(known[row]), held, plan.num_steps)
+            blocks_of_row = [int(blocks[row]) for blocks in held]
+            self._check_extent(names[row], int(computed[row]), int(counts[row]), int(known[row]), blocks_of_row, plan.num_steps)
+
+    def _added(self, group: int, plan: StepPlan) -> npt.NDArray[np.int32]:
+        """Blocks that the plan appends in a group, by slot."""
+        added = np.zeros(self._config.max_num_requests, np.int32)
+        for change in plan.cached_requests:
+            if change.new_block_ids and not change.resumed:
+                added[self._slots.slot_of[change.request_id]] = len(change.new_block_ids[group])
+        return added
 
     def _check_extent(self, name: str, computed: int, count: int, known: int, blocks: Sequence[int], num_steps: int) -> None:
         end = computed + count

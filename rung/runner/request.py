@@ -46,30 +46,28 @@ class Request:
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens that a step could compute now; 0 when the request may not grow any more."""
-        return self.num_tokens - self.num_computed_tokens if self.num_tokens < self.max_total_tokens else 0
-
     def known_tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Tokens that the host knows, prompt and output."""
         first = len(self.prompt_token_ids)
         return (*self.prompt_token_ids[start:stop], *self.output_token_ids[max(0, start - first) : max(0, stop - first)])
 
-    def sampling_ahead(self, num_steps: int) -> None:
-        """So many tokens will be sampled by a step that was just planned."""
-        self.num_in_flight += num_steps
-        self.num_tokens += num_steps
-
     @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
-    def append(self, token: int) -> None:
-        """Take a sampled token that has arrived, and see whether it ends the request."""
-        self.num_in_flight -= 1
-        self.output_token_ids.append(token)
-        if token in self.stop_token_ids:
-            self.finish_reason = FinishReason.STOP
-        elif self.num_tokens - self.num_in_flight >= self.max_total_tokens:
-            self.finish_reason = FinishReason.LENGTH
+    def take(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Take sampled tokens that have arrived up to the one that ends the request, if one does; returns those taken."""
+        output = self.output_token_ids
+        room = self.max_total_tokens - len(self.prompt_token_ids) - len(output)
+        for count, token in enumerate(tokens, start=1):
+            output.append(token)
+            if token in self.stop_token_ids:
+                self.finish_reason = FinishReason.STOP
+            elif count == room:
+                self.finish_reason = FinishReason.LENGTH
+            else:
+                continue
+            tokens = tokens[:count]  # later steps of the same replay ran past the end
+            break
+        self.num_in_flight -= len(tokens)
+        return tokens

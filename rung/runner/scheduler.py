@@ -15,11 +15,13 @@ from rung.runner.output import ModelRunnerOutput
 from rung.runner.plan import CachedRequest, NewRequest, StepPlan
 from rung.runner.request import FinishReason, Request, RequestStatus
 
+_FINISHED = RequestStatus.FINISHED
+
 
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
     requests: list[Request]
-    sampling: list[Request]  # those that get tokens
+    sampling: dict[str, Request]  # those that get tokens
     filled: list[tuple[Request, int, int]]  # those that may fill blocks, the end of their computed tokens, and their preemptions by then
 
 
@@ -29,8 +31,28 @@ class _Draft:
 
     budget: int
     new: list[NewRequest] = field(default_factory=list)
-    scheduled: dict[str, int] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # tokens of each
     preempted: set[str] = field(default_factory=set)
+
+    def take(self, request: Request, count: int) -> None:
+        self.requests.append(request)
+        self.counts.append(count)
+        self.budget -= count
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Requests that all decode, in a plan's order: while they go on, plans and steps share these."""
+
+    requests: list[Request]
+    scheduled: dict[str, int]
+    by_id: dict[str, Request]
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> _Decodes:
+        by_id = {request.request_id: request for request in requests}
+        return cls(requests, dict.fromkeys(by_id, 1), by_id)
 
 
 class Scheduler:
@@ -51,6 +73,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._left: set[str] = set()  # finished since the last plan, their slots still held by the runner
+        self._decodes = _Decodes.of([])
         self._num_grammars = 0  # unfinished requests with a grammar
         # Each step whose tokens have not come back; a preempted request may have re-entered since, so ids would not do.
         self._in_flight: deque[_StepInFlight] = deque()
@@ -88,46 +111,42 @@ class Scheduler:
             )
             for request_id, block_ids, nulls in self.blocks.take_changes()
         )
-        step = self._advance(draft.scheduled, num_steps)
+        scheduled, step = self._advance(draft, num_steps)
         finished, self._left = frozenset(self._left), set()
         plan = StepPlan(
             new_requests=tuple(draft.new),
             cached_requests=changes,
-            num_scheduled_tokens=draft.scheduled,
+            num_scheduled_tokens=scheduled,
             finished_request_ids=finished,
             preempted_request_ids=frozenset(draft.preempted),
             num_steps=num_steps,
-            has_bitmask=self._num_grammars > 0 and any(request.matcher is not None for request in step.sampling),
+            has_bitmask=self._num_grammars > 0 and any(request.matcher is not None for request in step.sampling.values()),
         )
-        if draft.scheduled:
+        if draft.requests:
             self._in_flight.append(step)
         return plan
 
     def matchers(self) -> dict[str, GrammarMatcher]:
         """The grammars of the requests that the newest step in flight samples; those that have ended since are left out."""
-        sampling = self._in_flight[-1].sampling if self._in_flight else []
-        return {r.request_id: r.matcher for r in sampling if r.matcher is not None and not r.is_finished}
+        sampling = self._in_flight[-1].sampling if self._in_flight else {}
+        return {name: r.matcher for name, r in sampling.items() if r.matcher is not None and not r.is_finished}
 
     def oldest_step(self) -> dict[str, Request]:
         """The requests of the oldest step in flight. One that has ended since may have left its id to another."""
         return {request.request_id: request for request in self._in_flight[0].requests}
 
-    def update(self, output: ModelRunnerOutput) -> list[tuple[Request, list[int]]]:
+    def update(self, output: ModelRunnerOutput) -> list[tuple[Request, tuple[int, ...]]]:
         """Take the tokens of the oldest step in flight; returns each request that got some, with them. Requests that end are freed."""
-        updates, ended = [], []
-        step = self._in_flight.popleft()
-        sampling = {request.request_id: request for request in step.sampling}
+        updates: list[tuple[Request, tuple[int, ...]]] = []
+        ended = []
+        step, errors = self._in_flight.popleft(), output.errors
+        sampling = step.sampling
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
             request = sampling.get(request_id)
-            if request is None or request.is_finished or not (tokens or request_id in output.errors):
+            if request is None or request.status is _FINISHED or not (tokens or request_id in errors):
                 continue
-            taken = []
-            for token in tokens:
-                request.append(token)
-                taken.append(token)
-                if request.finish_reason is not None:
-                    break  # later steps of the same replay ran past the end
-            if request.finish_reason is None and request_id in output.errors:
+            taken = request.take(tokens)
+            if errors and request.finish_reason is None and request_id in errors:
                 request.finish_reason = FinishReason.ERROR
             updates.append((request, taken))
             if request.finish_reason is not None:
@@ -157,16 +176,18 @@ class Scheduler:
         self.blocks.forget_prefixes()
 
     def _schedule_running(self, draft: _Draft) -> None:
-        chunk, size, index = self.config.prefill_chunk, self.config.block_size, 0
-        while index < len(self.running) and draft.budget > 0:
-            request = self.running[index]
-            count = min(request.num_uncomputed_tokens, chunk, draft.budget)
-            if count > 0:
-                end = request.num_computed_tokens + count
-                if end > request.num_blocks * size and not self.blocks.grow(request, end):
-                    self._preempt(self.running.pop(), draft)
+        chunk, size, index, running = self.config.prefill_chunk, self.config.block_size, 0, self.running
+        while index < len(running) and draft.budget > 0:
+            request = running[index]
+            computed = request.num_computed_tokens
+            count = request.num_tokens - computed
+            if count > 0 and request.num_tokens < request.max_total_tokens:
+                if count > 1:
+                    count = min(count, chunk, draft.budget)
+                if computed + count > request.num_blocks * size and not self.blocks.grow(request, computed + count):
+                    self._preempt(running.pop(), draft)
                     continue  # tries the same request again, unless it was the last itself
-                self._take(request, count, draft)
+                draft.take(request, count)
             index += 1
 
     def _schedule_waiting(self, draft: _Draft) -> None:
@@ -175,7 +196,7 @@ class Scheduler:
             if request.num_in_flight:
                 return  # preempted while a token was on its way; that token belongs to its prefill
             prefix = self.blocks.find_prefix(request)
-            count = min(request.num_uncomputed_tokens - prefix, self.config.prefill_chunk, draft.budget)
+            count = min(request.num_tokens - prefix, self.config.prefill_chunk, draft.budget)
             block_ids = self.blocks.start(request, prefix, prefix + count)
             if block_ids is None:
                 return
@@ -197,18 +218,14 @@ class Scheduler:
                     stop_token_ids=request.stop_token_ids,
                 )
             )
-            self._take(request, count, draft)
-
-    def _take(self, request: Request, count: int, draft: _Draft) -> None:
-        draft.scheduled[request.request_id] = count
-        draft.budget -= count
+            draft.take(request, count)
 
     def _more_steps(self, draft: _Draft) -> int:
         """How often the plan may be repeated on the device: nobody waits, every request decodes, none ends by its length on the way."""
         limit = self.config.replay_steps
-        if limit == 1 or self._num_grammars or self.waiting or draft.new or draft.preempted or not draft.scheduled:
+        if limit == 1 or self._num_grammars or self.waiting or draft.new or draft.preempted or not draft.requests:
             return 1
-        requests = [self.requests[request_id] for request_id in draft.scheduled]
+        requests = draft.requests
         if any(request.num_computed_tokens + 1 != request.num_tokens for request in requests):
             return 1
         num_steps = min(limit, *(request.max_total_tokens - request.num_tokens for request in requests))
@@ -222,19 +239,27 @@ class Scheduler:
             self.blocks.grow(request, request.num_computed_tokens + num_steps)
         return num_steps
 
-    def _advance(self, scheduled: dict[str, int], num_steps: int) -> _StepInFlight:
-        """Count the plan's tokens as computed."""
-        requests = [self.requests[request_id] for request_id in scheduled]
-        sampling, filled, size = [], [], self.config.block_size
-        for request, count in zip(requests, scheduled.values(), strict=True):
-            request.num_computed_tokens += count
-            if request.num_computed_tokens == request.num_tokens:
-                request.num_computed_tokens += num_steps - 1
-                request.sampling_ahead(num_steps)
+    def _advance(self, draft: _Draft, num_steps: int) -> tuple[dict[str, int], _StepInFlight]:
+        """Count the plan's tokens as computed; returns them by request, and the step."""
+        requests, size = draft.requests, self.config.block_size
+        sampling, filled = [], []
+        for request, count in zip(requests, draft.counts, strict=True):
+            end = request.num_computed_tokens + count
+            if end == request.num_tokens:
+                end += num_steps - 1
+                request.num_in_flight += num_steps
+                request.num_tokens += num_steps
                 sampling.append(request)
-            if count > 1 or num_steps > 1 or not request.num_computed_tokens % size:
-                filled.append((request, request.num_computed_tokens, request.num_preemptions))
-        return _StepInFlight(requests, sampling, filled)
+            request.num_computed_tokens = end
+            if count > 1 or num_steps > 1 or not end % size:
+                filled.append((request, end, request.num_preemptions))
+        if len(sampling) == len(requests) == sum(draft.counts):
+            if requests != self._decodes.requests:
+                self._decodes = _Decodes.of(requests)
+            decodes = self._decodes
+            return decodes.scheduled, _StepInFlight(decodes.requests, decodes.by_id, filled)
+        scheduled = {request.request_id: count for request, count in zip(requests, draft.counts, strict=True)}
+        return scheduled, _StepInFlight(requests, {request.request_id: request for request in sampling}, filled)
 
     def _keep_blocks(self, step: _StepInFlight) -> None:
         """The step has succeeded: requests may start behind what it computed. Its requests may have ended, or lost their blocks, since."""

@@ -20,7 +20,8 @@ _INDEX_BYTES = 8
 
 
 class StagedWrites:
-    """Collects writes to the rows of `target` (contiguous, 2-D) and applies them as one packed copy and one scatter.
+    """Collects writes to the rows of `target` (contiguous, 2-D) and applies them as one scatter, whose kernel reads the pinned
+    host memory they are packed in; where the platform does not allow that, one copy goes before it.
 
     A later write to the same element wins. `apply` clears what was staged; without staged writes it does nothing."""
 
@@ -28,43 +29,44 @@ class StagedWrites:
         assert target.is_contiguous()
         assert target.dim() == 2
         self.target = target
+        self._width = target.shape[1]
         self._transfer = transfer
         self._ops = ops
         self._dtype = _NUMPY[target.dtype]
         self._starts: list[int] = []
-        self._contents: list[npt.NDArray[np.generic]] = []
+        self._lengths: list[int] = []
+        self._values: list[float] = []  # of all writes, one behind the other
 
-    def stage(self, row: int, start: int, values: Sequence[int] | Sequence[float] | npt.NDArray[np.generic]) -> None:
+    def stage(self, row: int, start: int, values: Sequence[int] | Sequence[float]) -> None:
         """Write `values` to `target[row, start:]` at the next `apply`."""
-        contents = np.asarray(values, dtype=self._dtype)
-        assert start >= 0
-        assert start + len(contents) <= self.target.shape[1]
-        self._starts.append(row * self.target.shape[1] + start)
-        self._contents.append(contents)
+        length = len(values)
+        assert 0 <= start <= self._width - length
+        self._starts.append(row * self._width + start)
+        self._lengths.append(length)
+        self._values += values
 
     def apply(self) -> None:
         """Enqueue all staged writes."""
         if not self._starts:
             return
         index, contents = self._pack()
-        self._starts.clear()
-        self._contents.clear()
+        self._starts, self._lengths, self._values = [], [], []
         if not index.size:
             return
-        # One buffer, so that index and contents travel in one copy; the index comes first to keep both aligned.
-        packed = self._transfer.to_device(np.concatenate([index.view(np.uint8), contents.view(np.uint8)]))
+        # One buffer, so that index and contents travel together; the index comes first to keep both aligned.
+        packed = np.concatenate([index.view(np.uint8), contents.view(np.uint8)])
         split = index.size * _INDEX_BYTES
-        self._ops.scatter(self.target, packed[:split].view(torch.int64), packed[split:].view(self.target.dtype))
+        with self._transfer.readable(packed) as parts:
+            self._ops.scatter(self.target, parts[:split].view(torch.int64), parts[split:].view(self.target.dtype))
 
     def _pack(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.generic]]:
         """Flat positions in `target`, each at most once, and their values."""
-        index = np.concatenate(
-            [np.arange(start, start + len(values), dtype=np.int64) for start, values in zip(self._starts, self._contents, strict=True)]
-        )
-        contents = np.concatenate(self._contents)
-        if len(self._starts) == 1:
+        starts, lengths = np.array(self._starts, np.int64), np.array(self._lengths, np.int64)
+        contents = np.array(self._values, self._dtype)
+        ends = np.cumsum(lengths)
+        index = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
+        order = np.argsort(starts, kind="stable")
+        if (starts[order][1:] >= (starts + lengths)[order][:-1]).all():
             return index, contents
         unique, last = np.unique(index[::-1], return_index=True)
-        if len(unique) == len(index):
-            return index, contents
         return unique, contents[::-1][last]

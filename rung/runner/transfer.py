@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rung.counters import Count, Counters
+from rung.runner.pinned import pinned_pool
 
 
 class HostToDevice:
@@ -18,6 +22,16 @@ class HostToDevice:
     def __init__(self, device: torch.device, counters: Counters) -> None:
         self.device = device
         self.counters = counters
+        self._pinned = pinned_pool(device)
+
+    @contextmanager
+    def readable(self, source: npt.NDArray[np.uint8]) -> Iterator[torch.Tensor]:
+        """`source` for work that is enqueued inside, on the device: mapped pinned memory where there is such a thing, else a copy."""
+        if self._pinned is None:
+            yield self.to_device(source)
+        else:
+            with self._pinned.lend(source) as mapped:
+                yield mapped
 
     def copy_into(self, source: npt.NDArray[np.generic], out: torch.Tensor) -> None:
         """Enqueue a copy of `source` into `out` (same shape and dtype)."""

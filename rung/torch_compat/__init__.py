@@ -45,7 +45,7 @@ from rung.torch_compat.inductor import (
     serialize_artifact,
 )
 from rung.torch_compat.keys import device_factors, toolchain_factors
-from rung.torch_compat.passes import PASS_OPTION, graph_pass, trace_body
+from rung.torch_compat.passes import PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
 from rung.torch_compat.probes import PROBES, missing_apis
 from rung.torch_compat.sizes import (
     bounding_constant,
@@ -78,6 +78,7 @@ __all__ = [
     "OpOverload",
     "PASS_OPTION",
     "PROBES",
+    "StopCompile",
     "TorchDispatchMode",
     "TritonParameter",
     "artifact_source",
@@ -107,6 +108,7 @@ __all__ = [
     "place",
     "is_sym_int_node",
     "map_tensors",
+    "may_return_view",
     "no_dispatch_modes",
     "mark_unbacked",
     "missing_apis",
@@ -125,6 +127,7 @@ __all__ = [
     "symbol_of",
     "toolchain_factors",
     "trace_body",
+    "trace_example",
     "tree_leaves",
     "triton_interpreted",
     "triton_parameters",

@@ -1,4 +1,4 @@
-"""Greedy text of SmolLM2 through compiled pieces and recorded graphs, against transformers' own generate on the same weights."""
+"""Greedy text of SmolLM2 through compiled pieces and recorded graphs, against tokens of transformers' own generate on the same weights."""
 
 from __future__ import annotations
 
@@ -8,43 +8,49 @@ import pytest
 
 from rung.counters import Count
 from rung.models import LoadedModel
-from rung.runner import RunnerConfig, SamplingParams, build_engine
-from tests.smollm2 import TOPICS, divergences, reference_tokens
+from tests.greedy import MODES, TOKENS, prompts, read_reference, run_mode
+from tests.smollm2 import reference_tokens
 
-TOKENS = 48
-NEAR_TIE = 1e-3
+NAME = "smollm2"
 
 
-@pytest.fixture(scope="module")
-def prompts(smollm2: LoadedModel) -> list[list[int]]:
-    return [smollm2.tokenizer.apply_chat([{"role": "user", "content": topic}]) for topic in TOPICS]
+def test_reference_is_of_these_prompts(smollm2: LoadedModel) -> None:
+    reference = read_reference(NAME)
+    assert [prompt for prompt, _ in reference] == prompts(smollm2, NAME)
+    assert len(reference) == 50
+    assert {len(tokens) for _, (tokens, _) in reference} == {TOKENS}
 
 
 @pytest.mark.slow
-def test_continuous_batch_with_chunked_prefill_equals_generate(
-    smollm2: LoadedModel, their_smollm2: Any, prompts: list[list[int]], record_property: Any
-) -> None:
-    config = RunnerConfig(
-        max_num_requests=len(prompts),
-        max_num_tokens=64,
-        max_model_len=128,
-        num_blocks=1 + len(prompts) * 8,
-        long_prefill_chunk=16,
-        graphs="full_and_piecewise",
-        capture_sizes=(4, 8, 16, 20, 32, 48, 64),
-        lazy_capture=True,
-    )
-    engine, runner, start = build_engine(smollm2.module, config)
-    assert start.compile is not None
-    assert (start.compile.pieces, start.compile.unique_pieces <= 4) == (31, True)
-    completions = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
+def test_reference_is_what_transformers_generates(smollm2: LoadedModel, their_smollm2: Any) -> None:
+    """Two of its prompts; `python -m tests.greedy smollm2 --write` makes it anew."""
+    for prompt, (tokens, gaps) in read_reference(NAME)[4:48:43]:
+        now, gaps_now = reference_tokens(their_smollm2, prompt, TOKENS)
+        assert now == tokens
+        assert gaps_now == pytest.approx(gaps, abs=1e-2)
 
-    assert max(map(len, prompts)) > 2 * 16, "some prompts must span several chunks"
-    assert runner.counters["step.full.best"] > 20
-    assert sum(count for name, count in runner.counters.items() if name.startswith("step.piecewise.")) > 2
-    assert not [name for name in runner.counters if name.startswith("step.none.")]
-    assert runner.counters[Count.DYNAMO_TRACES] + runner.counters[Count.PLAN_HITS] == 1
-    reference = [reference_tokens(their_smollm2, prompt, TOKENS) for prompt in prompts]
-    found = divergences([completion.token_ids for completion in completions], reference)
-    record_property("divergences", [str(item) for item in found])
-    assert [item for item in found if item.gap >= NEAR_TIE] == []
+
+@pytest.mark.slow
+def test_50_prompts_under_random_scheduling_equal_generate(smollm2: LoadedModel, record_property: Any) -> None:
+    run = run_mode(NAME, smollm2, "full_and_piecewise")
+    compiled = run.start.compile
+    assert compiled is not None
+    assert (compiled.pieces, compiled.unique_pieces <= 4) == (31, True)
+    assert run.preemptions > 5
+    assert run.steps["full"] > 50
+    assert run.steps["piecewise"] > 20
+    assert run.steps["none"] == 0
+    assert run.counters[Count.PREFIX_HIT_TOKENS] > 0
+    assert run.counters.get(Count.DYNAMO_TRACES, 0) + run.counters.get(Count.PLAN_HITS, 0) == 1
+    record_property("divergences", [str(item) for item in run.found])
+    assert run.wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "full_and_piecewise"])
+def test_other_modes_equal_generate(smollm2: LoadedModel, mode: str) -> None:
+    """A few prompts; `python -m tests.greedy smollm2` runs all."""
+    run = run_mode(NAME, smollm2, mode, count=6, seed=1)
+    used = {"none": {"none"}, "piecewise": {"piecewise"}, "full": {"full"}, "full_decode_only": {"full", "none"}}[mode]
+    assert {kind for kind, steps in run.steps.items() if steps} == used
+    assert run.wrong == []

@@ -211,6 +211,13 @@ class World:
 
     def _need(self, known: Known, count: int) -> list[int]:
         needed = -(-(known.computed + count) // BLOCK) - len(known.blocks)
-        added = [self.chance.randrange(1, 1000) for _ in range(needed)]
+        used = {block for other in self.running.values() for block in other.blocks}.union(known.blocks)
+        added: list[int] = []
+        for _ in range(needed):
+            block = self.chance.randrange(1, 1000)
+            while block in used:
+                block = block % 999 + 1
+            used.add(block)
+            added.append(block)
         known.blocks += added
         return added

@@ -71,6 +71,49 @@ def test_a_stop_token_ends_a_request_in_the_middle_of_a_replay(replay_steps: int
         assert tokens == whole[: whole.index(stop) + 1]
 
 
+@pytest.mark.parametrize(("replay_steps", "steps_in_flight"), [(1, 2), (4, 1), (4, 3), (16, 2)])
+def test_an_arrival_waits_for_the_plans_in_flight_and_no_longer(replay_steps: int, steps_in_flight: int) -> None:
+    engine, _, _ = make(
+        ConfiguredMode.FULL_AND_PIECEWISE,
+        decode_in_graph=True,
+        replay_steps=replay_steps,
+        steps_in_flight=steps_in_flight,
+        max_model_len=128,
+        num_blocks=80,
+    )
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=100), request_id="old")
+    for _ in range(3):
+        engine.step()
+    engine.add_request([4, 5], SamplingParams(max_tokens=2), request_id="new")
+    waited = 0
+    while True:
+        updates = engine.step()
+        waited += sum(len(update.token_ids) for update in updates if update.request_id == "old")
+        if any(update.request_id == "new" for update in updates):
+            break
+    # What was enqueued before, and the step that they share.
+    assert waited <= (steps_in_flight - 1) * replay_steps + 1
+
+
+def test_steps_are_replayed_while_the_longest_plan_fits_every_request() -> None:
+    engine, _, _ = make(
+        ConfiguredMode.FULL_AND_PIECEWISE, decode_in_graph=True, replay_steps=16, steps_in_flight=1, max_model_len=128, num_blocks=80
+    )
+    sizes = []
+    schedule = engine.scheduler.schedule
+
+    def watched() -> StepPlan:
+        plan = schedule()
+        if plan.num_scheduled_tokens:
+            sizes.append((plan.num_steps, len(plan.num_scheduled_tokens)))
+        return plan
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    completions = engine.generate([[1, 2, 3], [4, 5]], [SamplingParams(max_tokens=41), SamplingParams(max_tokens=21)])
+    assert [len(c.token_ids) for c in completions] == [41, 21]
+    assert sizes == [(1, 2), (16, 2), (4, 2), (16, 1), (4, 1)]
+
+
 def test_random_rows_beside_greedy_ones_draw_what_the_sampler_draws() -> None:
     prompts = prompts_of(3)
     params = [SamplingParams(max_tokens=12, temperature=0.7 * (n % 2), seed=n) for n in range(len(prompts))]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from rung.errors import PromptTooLongError, RequestError, RungError, SamplingParamsError, StateError
+from rung.errors import BlockTableError, PromptTooLongError, RequestError, RungError, SamplingParamsError, StateError
 from rung.graphs import ConfiguredMode
-from rung.runner import CachedRequest, ModelRunner, SamplingParams, StepPlan
+from rung.runner import CachedRequest, ModelRunner, NewRequest, SamplingParams, StepPlan
 from tests.runner.test_engine import assert_nothing_left, drain
 from tests.runner.test_graph_forward import make
 from tests.runner.test_model_runner import new, run
@@ -26,7 +28,13 @@ def state(runner: ModelRunner) -> list[object]:
     tensors = [slots.all_token_ids, slots.last_sampled_tokens, slots.num_computed_tokens, slots.total_len, slots.prefill_len, table.table]
     tensors += [table.num_blocks, *(part for cache in runner.kv_caches.values() for part in (cache.key, cache.value))]
     host = [dict(slots.slot_of), list(slots.free_slots), slots.total_len_np.tolist(), slots.num_computed_tokens_np.tolist()]
-    return [*host, table.num_blocks_np.tolist(), *(tensor.numpy().tobytes() for tensor in tensors)]
+    return [
+        *host,
+        table.num_blocks_np.tolist(),
+        deepcopy(table.rows),
+        dict(table.owners),
+        *(tensor.numpy().tobytes() for tensor in tensors),
+    ]
 
 
 BAD_PLANS: dict[str, StepPlan] = {
@@ -44,12 +52,58 @@ BAD_PLANS: dict[str, StepPlan] = {
 }
 
 
+def comes(**changes: Any) -> StepPlan:
+    """Request "c" comes while "b" leaves, with something wrong."""
+    count = changes.pop("count", 1)
+    return StepPlan(new_requests=(replace(NEW, **changes),), num_scheduled_tokens={"a": 1, "c": count}, finished_request_ids=frozenset("b"))
+
+
+def grows(block: int) -> StepPlan:
+    change = CachedRequest(request_id="a", num_computed_tokens=3, new_block_ids=((block,),))
+    return StepPlan(cached_requests=(change,), num_scheduled_tokens=BOTH)
+
+
+LAST = 65  # behind the last block
+BAD_PLANS |= {
+    f"token 1 is {VOCAB}, expected an id": comes(token_ids=(7, VOCAB), prompt_len=2),
+    "token 0 is -1, expected an id": comes(token_ids=(-1,)),
+    "token 0 is 1.5, expected an id": comes(token_ids=(1.5,)),
+    "new request 'c' has 0 tokens": comes(token_ids=(), prompt_len=0),
+    "'c' has 129 tokens, max_model_len is 128": comes(token_ids=(1,) * 129),
+    "of which -1 are said to be computed": comes(num_computed_tokens=-1),
+    "of which 1 are said to be computed": comes(num_computed_tokens=1),
+    "request 'c' is scheduled with -1 tokens": comes(count=-1),
+    "request 'c' is scheduled with 1.0 tokens": comes(count=1.0),
+    "request 'c' is scheduled up to token 2 and has 1": comes(count=2),
+    "request 'c': logit_bias has token": comes(sampling=SamplingParams(logit_bias={VOCAB: 1.0})),
+    "request 'c': logprobs is": comes(sampling=SamplingParams(logprobs=VOCAB + 1)),
+    "request 'c' gets block 0, expected": comes(block_ids=((0,),)),
+    "request 'c' gets block -1, expected": comes(block_ids=((-1,),)),
+    f"request 'c' gets block {LAST}, expected": comes(block_ids=((LAST,),)),
+    "request 'c' gets block 1, which another row has": comes(block_ids=((1,),)),
+    "request 'c' gets block 5, which another row has": comes(block_ids=((5, 5),)),
+    "request 'a' gets block 2, which another row has": grows(2),
+    "block 2 is written in the plan that shares it": StepPlan(
+        new_requests=(
+            replace(NEW, block_ids=((2,),)),
+            replace(NEW, request_id="d", token_ids=(1,) * 17, prompt_len=17, block_ids=((2, 6),), num_computed_tokens=16),
+        ),
+        num_scheduled_tokens={"c": 1, "d": 1},
+        finished_request_ids=frozenset("ab"),
+    ),
+    "resumed request 'a' has 4 tokens, of which 4": StepPlan(
+        cached_requests=(CachedRequest(request_id="a", num_computed_tokens=4, new_block_ids=((1,),), resumed=True),),
+        num_scheduled_tokens={"b": 1},
+    ),
+}
+
+
 @pytest.mark.parametrize("text", BAD_PLANS)
 def test_bad_plan_is_named_and_changes_nothing(text: str) -> None:
     runner = make_runner(max_num_requests=2)
     tokens = [run(runner, START)]
     before = state(runner)
-    with pytest.raises(RequestError, match=text) as caught:
+    with pytest.raises((RequestError, BlockTableError), match=text) as caught:
         runner.execute_model(BAD_PLANS[text])
     assert caught.value.hint
     assert runner.parked is None
@@ -123,6 +177,33 @@ def test_id_of_a_cancelled_request_may_be_used_again_at_once() -> None:
     assert completion.prompt_logprobs is not None
     assert [one and one.token_id for one in completion.prompt_logprobs] == [None, 2, 3]
     assert_nothing_left(engine, runner)
+
+
+def test_blocks_of_who_leaves_may_be_given_out_in_the_same_plan() -> None:
+    runner = make_runner(max_num_requests=2)
+    run(runner, START)
+    sampled = run(runner, comes(block_ids=((2,),)))
+    assert sampled["c"] == tuple(TinyModel().greedy([7], 1))
+    assert runner.block_tables[0].owners == {1: 1, 2: 1}
+
+
+def test_computed_blocks_may_be_shared_and_the_next_one_may_not() -> None:
+    runner = make_runner(max_num_requests=3)
+    prompt = tuple(range(1, 18))
+    first = NewRequest(request_id="a", token_ids=prompt, prompt_len=17, block_ids=((1, 2),), sampling=SamplingParams())
+    run(runner, StepPlan(new_requests=(first,), num_scheduled_tokens={"a": 17}))
+    second = replace(first, request_id="b", num_computed_tokens=16)
+    with pytest.raises(BlockTableError, match="request 'b' gets block 2, which another row has"):
+        runner.execute_model(StepPlan(new_requests=(second,), num_scheduled_tokens={"b": 1}))
+    sampled = run(runner, StepPlan(new_requests=(replace(second, block_ids=((1, 3),)),), num_scheduled_tokens={"b": 1}))
+    assert sampled["b"] == tuple(TinyModel().greedy(list(prompt), 1))
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"max_tokens": -1}, {"temperature": float("inf")}, {"stop": [""]}, {"top_k": 1.5}])
+def test_bad_parameters_cannot_be_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SamplingParamsError, match=next(iter(wrong))) as caught:
+        SamplingParams(**wrong)
+    assert caught.value.hint
 
 
 def test_state_tells_a_change() -> None:

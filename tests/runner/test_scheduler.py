@@ -93,7 +93,7 @@ def test_a_token_behind_the_end_is_dropped() -> None:
     scheduler.schedule()
     one = ModelRunnerOutput(request_ids=("a",), sampled_token_ids=((5,),))
     (finished, tokens) = scheduler.update(one)[0]
-    assert (finished.finish_reason, tokens) == (FinishReason.STOP, [5])
+    assert (finished.finish_reason, tokens) == (FinishReason.STOP, (5,))
     assert scheduler.update(one) == []
     assert finished.output_token_ids == [5]
 

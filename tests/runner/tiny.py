@@ -119,7 +119,7 @@ class TinyModel(nn.Module):
 
 def make_runner(model: TinyModel | None = None, *, backend: type[AttentionBackend] = PlainAttention, **config: Any) -> ModelRunner:
     values: dict[str, Any] = {"max_num_requests": 8, "max_num_tokens": 64, "max_model_len": 128, "num_blocks": 65, "block_size": 16}
-    return ModelRunner(model or TinyModel(), RunnerConfig(**{**values, **config}), backend=backend)
+    return ModelRunner(model or TinyModel(), RunnerConfig(**{**values, **config}), backend=backend, vocab_size=VOCAB)
 
 
 def make_engine(model: TinyModel | None = None, tokenizer: Any = None, **config: Any) -> tuple[Engine, ModelRunner]:

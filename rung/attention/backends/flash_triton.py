@@ -33,3 +33,8 @@ class FlashTriton(TritonPaged):
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
         decodes = metadata.max_query_len == 1
         (super().forward if decodes else self._prompts.forward)(query, cache, out, metadata)
+
+    def forward_given_keys(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
+        self.forward(query, cache, out, metadata)

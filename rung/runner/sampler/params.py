@@ -84,6 +84,22 @@ class SamplingParams:
             "stop_token_ids": set(self.stop_token_ids),
         }
 
+    def check_vocabulary(self, request_id: str, vocab_size: int) -> None:
+        """Raises `SamplingParamsError` for token ids that the model does not have, and for more log-probabilities than it has tokens."""
+        for name, token_ids in self.token_ids().items():
+            for token in token_ids:
+                if not 0 <= token < vocab_size:
+                    raise SamplingParamsError(
+                        f"request {request_id!r}: {name} has token {token}, expected ids in [0, {vocab_size})",
+                        hint="use ids of the model's own tokenizer",
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and count > vocab_size:
+                raise SamplingParamsError(
+                    f"request {request_id!r}: {name} is {count}, and the vocabulary has {vocab_size} tokens", hint=f"lower {name}"
+                )
+
     def _normalise(self) -> None:
         """Collections of our own, so that nobody changes them later."""
         _require(isinstance(self.stop, Sequence), "stop", self.stop, "a text or a list of texts")

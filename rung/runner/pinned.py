@@ -1,0 +1,82 @@
+"""Pinned host memory that kernels read in place, instead of a copy to the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_LEAST_BYTES = 1 << 12
+
+
+class PinnedPool:
+    """Lends pinned buffers as the device sees them. One is lent again only when the work that was enqueued while it was lent is done, so
+    the pool grows to what is in flight and allocates nothing after that.
+
+    torch's own pinned allocator would not do: it knows of copies, not of kernels that read a block."""
+
+    def __init__(
+        self, allocate: Callable[[int], torch.Tensor], mapped: Callable[[torch.Tensor], torch.Tensor], event: Callable[[], Any]
+    ) -> None:
+        self._allocate = allocate
+        self._mapped = mapped
+        self._make_event = event
+        self._back: deque[_Buffer] = deque()  # the one whose last reader came first is the first
+
+    @contextmanager
+    def lend(self, source: npt.NDArray[np.uint8]) -> Iterator[torch.Tensor]:
+        """`source` for work that is enqueued inside, on the current stream."""
+        buffer = self._take(source.size)
+        buffer.host[: source.size] = source
+        yield buffer.mapped[: source.size]
+        buffer.event.record()
+        self._back.append(buffer)
+
+    def _take(self, size: int) -> _Buffer:
+        for index, buffer in enumerate(self._back):
+            if buffer.host.size >= size and buffer.event.query():
+                del self._back[index]
+                return buffer
+        memory = self._allocate(max(_LEAST_BYTES, 1 << (size - 1).bit_length()))
+        return _Buffer(memory, self._mapped(memory), self._make_event())
+
+
+class _Buffer:
+    def __init__(self, memory: torch.Tensor, mapped: torch.Tensor, event: Any) -> None:
+        self.host = memory.numpy()  # keeps the memory
+        self.mapped = mapped
+        self.event = event
+
+
+class _CudaArray:
+    """The interface by which torch takes memory at an address for the device's own; see Numba's documentation of it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {"shape": tuple(memory.shape), "typestr": "|u1", "data": (memory.data_ptr(), False), "version": 3}
+
+
+def pinned_pool(device: torch.device) -> PinnedPool | None:
+    """None where kernels cannot read pinned memory at the address that the host knows (no CUDA, no unified addressing)."""
+    if device.type != "cuda":
+        return None
+
+    def mapped(memory: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(_CudaArray(memory), device=device)
+
+    probe = _pinned(16)
+    try:
+        if mapped(probe).data_ptr() != probe.data_ptr():
+            return None
+    except (RuntimeError, ValueError, TypeError):
+        return None
+    return PinnedPool(_pinned, mapped, torch.cuda.Event)
+
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)

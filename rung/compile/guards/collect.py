@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots) -> G
             unknown[guard] = None
         elif guard is not None:
             guards[repr(guard)] = guard
+            if kind is Kind.OBJECT:
+                guards |= {repr(extra): extra for extra in _defaults(path, roots)}
     return GuardSet(tuple(guards.values()), tuple(unknown))
 
 
@@ -102,6 +104,14 @@ def _guard(kind: Kind, one: torch_compat.DynamoGuard, path: Path, roots: Roots) 
     if kind is Kind.TYPE:
         return Guard(kind, path, describe(type(found)))
     return _described(kind, path, describe(found), one)
+
+
+def _defaults(path: Path, roots: Roots) -> Iterator[Guard]:
+    """The defaults of a function; torch 2.11 does not note them."""
+    defaults = getattr(path.resolve(roots), "__defaults__", None)
+    described = describe(defaults) if isinstance(defaults, tuple) else None
+    if described is not None:
+        yield Guard(Kind.VALUE, Path(path.local, (*path.accesses, ("attr", "__defaults__"))), described)
 
 
 def _described(kind: Kind, path: Path, value: Any, one: torch_compat.DynamoGuard) -> Guard | str:

@@ -124,7 +124,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "global object": (lambda _: SETTINGS.names.append("c"), "config.names' had 2 entries and has 3"),
     "one of two names of an object": (lambda net: setattr(net.layers[1], "config", Settings()), "is no longer tied to"),
     "global function": (replace_function, "global 'helper' was"),
-    "defaults": (set_defaults, "global 'helper.__defaults__.0' was 1.0 and is 2.0"),
+    "defaults": (set_defaults, "global 'helper.__defaults__"),
     "closure cell": (set_cell, "cell_contents' was 3.0 and is 4.0"),
     "class attribute": (set_class_attribute, "limit' was 3 and is 4"),
     "buffer of another dtype": (lambda net: setattr(net.layers[0], "shift", torch.zeros(4).double()), "'self.layers.0.shift' was"),

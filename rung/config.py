@@ -48,6 +48,22 @@ def cache_dir() -> Path:
 GRAPH_MODES = ("none", "piecewise", "full", "auto")
 OUTPUT_POLICIES = ("clone", "borrow")
 AddressPolicy = Literal["raise", "recapture", "none"]
+GuardPolicy = Literal["retrace", "raise"]
+# What a trace has read, by kind (see `rung.compile.guards.Kind`); "submodules" are compared table by table.
+GUARD_KINDS = (
+    "value",
+    "object",
+    "type",
+    "length",
+    "keys",
+    "contains",
+    "attribute",
+    "override",
+    "hooks",
+    "tensor",
+    "tied",
+    "submodules",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +86,9 @@ class CompileConfig:
     graph_memory_bytes: int | None = None  # for pool and executables; sizes beyond run without a graph; None: no limit
     outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
     on_address_change: AddressPolicy = "recapture"  # when a tensor that graphs read was replaced
-    max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
+    on_guard_violation: GuardPolicy = "retrace"  # when something that the trace has read was changed; `max_variants` bounds the traces
+    drop_guards: tuple[str, ...] = ()  # kinds of GUARD_KINDS that are not checked
+    max_variants: int = 8  # traces kept for other dtypes, ranks, constant arguments and states of the module
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
     factors: Mapping[str, Any] = field(default_factory=dict)  # what else the code depends on, such as a variable that a custom op reads
     passes: tuple[Any, ...] = ()  # passes beside rung's own: objects, "package.module:attribute", or entry points of rung.passes
@@ -80,6 +98,9 @@ class CompileConfig:
     def __post_init__(self) -> None:
         _one_of("graphs", self.graphs, GRAPH_MODES)
         _one_of("outputs", self.outputs, OUTPUT_POLICIES)
+        _one_of("on_guard_violation", self.on_guard_violation, get_args(GuardPolicy))
+        for kind in self.drop_guards:
+            _one_of("drop_guards", kind, GUARD_KINDS)
         _one_of("on_address_change", self.on_address_change, get_args(AddressPolicy))
         if self.maximum is not None and self.maximum < 1:
             raise ConfigError(f"maximum must be at least 1, got {self.maximum}", hint="give the largest size of the dynamic dimension")

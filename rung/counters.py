@@ -30,6 +30,7 @@ class Count(StrEnum):
     EVICTIONS = "evictions"  # entries that made room in the store
     ARTIFACT_LOADS = "artifact_loads"
     ARTIFACT_WRITES = "artifact_writes"
+    GUARD_RETRACES = "guard_retraces"  # traces made because something that an earlier one has read was changed
     EAGER_CALLS = "eager_calls"
     CAPTURES = "captures"
     REPLAYS = "replays"

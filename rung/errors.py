@@ -56,6 +56,10 @@ class InputMismatchError(UserError, TypeError):
     """The arguments of a call do not fit the ones that were traced."""
 
 
+class GuardError(UserError, RuntimeError):
+    """Something that a trace has read was changed after it, and the policy is to raise."""
+
+
 class CompileError(UserError):
     """Inductor refused or failed to compile a piece."""
 

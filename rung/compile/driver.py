@@ -23,6 +23,7 @@ from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
 from rung.compile.fingerprint import fingerprint
+from rung.compile.guards import Roots
 from rung.compile.paths import Path
 from rung.compile.piece_compiler import MISS_HINT, PieceCompiler
 from rung.compile.plan import CompilePlan, TensorSpec
@@ -58,11 +59,12 @@ class Driver:
         owner = _owner(function)
         factors, opaque = self._plan_factors(function, locals_, tensors, dims)
         report.plan_key = key_of(factors.values())
+        roots = Roots(function)
         blobs: dict[str, bytes] = {}
-        plan = None if opaque else self._find_plan(report, tensors, factors)
+        plan = None if opaque else self._find_plan(report, tensors, factors, roots)
         if plan is None:
             with self.store.lock("plans", report.plan_key) as again:
-                plan = self._find_plan(report, tensors, factors) if again and not opaque else None
+                plan = self._find_plan(report, tensors, factors, roots) if again and not opaque else None
                 if opaque:
                     report.reason = f"not cacheable: attribute {opaque[0]!r} cannot be described"
                 if plan is None:
@@ -118,8 +120,10 @@ class Driver:
 
     # --- warm ------------------------------------------------------------------------------------------------------------------------
 
-    def _find_plan(self, report: CompileReport, tensors: Sequence[tuple[Path, torch.Tensor]], factors: Factors) -> CompilePlan | None:
-        found = self.plans.find(report.plan_key, factors, tensors)
+    def _find_plan(
+        self, report: CompileReport, tensors: Sequence[tuple[Path, torch.Tensor]], factors: Factors, roots: Roots
+    ) -> CompilePlan | None:
+        found = self.plans.find(report.plan_key, factors, tensors, lambda plan: plan.guards.violation(roots, self.config.drop_guards))
         report.reason, report.saved_seconds, report.passes = found.reason, found.seconds, found.passes
         return found.plan
 
@@ -144,6 +148,10 @@ class Driver:
         report.source = "compiled"
         report.passes.clear()
         dump = Dump.of(entry, report.plan_key)
+        with report.clock("import Dynamo"), torch_compat.quiet_compiler():
+            torch_compat.import_tracer()
+        with report.clock("import Inductor"), torch_compat.quiet_compiler():
+            torch_compat.import_inductor()
         with report.clock("trace"), torch_compat.quiet_compiler():
             traced = trace(function, locals_, dims, maximum=self.config.maximum)
             self.counters.add(Count.DYNAMO_TRACES)
@@ -165,15 +173,18 @@ class Driver:
             template=traced.template,
             sources=(*traced.sources, *type_refs(traced.template)),
             written=graph.written,
-            reads=traced.reads,
+            guards=traced.guards,
             rows=rows,
             output_dims=dims_out,
         )
-        if keep and not any(digest.startswith("unsaved") for _, digest in pieces):
+        if traced.guards.unknown:
+            report.reason = f"not cacheable: the trace depends on {traced.guards.unknown[0]}, which cannot be checked in another process"
+        elif keep and not any(digest.startswith("unsaved") for _, digest in pieces):
             with report.clock("save"):
                 seconds = {**report.seconds, "compile": report.piece_seconds}
                 self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes))
-        self._check(graph, plan, blobs, _owner(function))
+        with report.clock("compare once"):
+            self._check(graph, plan, blobs, _owner(function))
         return plan, blobs
 
     def _prove(self, traced: TracedGraph, report: CompileReport) -> Verdicts:

@@ -33,6 +33,8 @@ SETTINGS = {
     # the entry checks arguments once a call; pieces need not check again, where torch leaves the choice
     "size_asserts": torch_compat.needs_size_asserts(),
     "scalar_asserts": False,
+    # random numbers come from torch's generators, as in eager mode: one seed gives one result on both roads
+    "fallback_random": True,
 }
 # Independent pointwise kernels of one piece, such as the rotations of query and key, become one launch.
 CUDA_SETTINGS = {"combo_kernels": True, "combo_kernels_pointwise_only": True}

@@ -16,6 +16,7 @@ class CompileReport:
     plan_key: str = ""
     source: str = ""  # "compiled" or "loaded"
     reason: str = ""  # why it was not loaded
+    retraced: str = ""  # what an earlier trace had read and was changed, which made this one necessary
     seconds: dict[str, float] = field(default_factory=dict)
     pieces: int = 0
     unique_pieces: int = 0

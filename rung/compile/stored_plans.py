@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,8 +35,10 @@ class StoredPlans:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def find(self, key: str, factors: Factors, tensors: Sequence[tuple[Path, torch.Tensor]]) -> Found:
-        """A plan whose sources and sizes are those of now."""
+    def find(
+        self, key: str, factors: Factors, tensors: Sequence[tuple[Path, torch.Tensor]], violation: Callable[[CompilePlan], str]
+    ) -> Found:
+        """A plan whose sources and sizes are those of now, and whose guards hold: `violation` tells which does not, or nothing."""
         try:
             manifest = self.store.get(KIND, key)
         except ArtifactError as error:
@@ -56,6 +58,8 @@ class StoredPlans:
                 reason = "the plan under this key serves another size"
             elif changed is not None:
                 reason = f"the source of {changed} changed or cannot be found"
+            elif violated := violation(plan):
+                reason = f"the plan under this key was traced when {violated}"
             else:
                 return Found(plan, "", sum(data["seconds"].values()), list(data["passes"]))
         return Found(None, reason)

@@ -17,7 +17,7 @@ from rung.torch_compat.capture import (
     readable,
     where_fixed,
 )
-from rung.torch_compat.compiler import compile_lock, quiet_compiler
+from rung.torch_compat.compiler import compile_lock, import_inductor, import_tracer, quiet_compiler
 from rung.torch_compat.dispatch import (
     OpOverload,
     TorchDispatchMode,
@@ -35,6 +35,7 @@ from rung.torch_compat.dispatch import (
     tree_leaves,
 )
 from rung.torch_compat.fresh_symbols import FreshSymbols
+from rung.torch_compat.guards import DynamoGuard, function_modes, global_hooks, has_function_modes
 from rung.torch_compat.inductor import (
     artifact_source,
     compile_piece,
@@ -72,6 +73,7 @@ from rung.torch_compat.user_code import is_user_file, place
 __all__ = [
     "Capture",
     "CompiledTriton",
+    "DynamoGuard",
     "FreshSymbols",
     "GPUS",
     "NoTensorOpsError",
@@ -93,9 +95,14 @@ __all__ = [
     "end_allocation_to_pool",
     "evaluate_size",
     "free_symbols",
+    "function_modes",
     "generator_key",
+    "global_hooks",
+    "has_function_modes",
     "in_dispatch_mode",
     "graph_pass",
+    "import_inductor",
+    "import_tracer",
     "is_capture_error",
     "is_fake",
     "is_python_op",

@@ -101,7 +101,9 @@ def test_filters_equal_the_torch_twin(dtype: torch.dtype, vocab: int) -> None:
     found = TritonStepOps().sampling.filter(scores.cuda(), torch.arange(64, device="cuda"), on_device).cpu()
     expected = TorchStepOps().sampling.filter(scores, torch.arange(64), filters)
     kept, wanted = found > -torch.inf, expected > -torch.inf
-    for row in range(64):
+    assert found[6, 7].isnan()  # the row will end with an error, whatever else is kept of it
+    assert expected[6, 7].isnan()
+    for row in (row for row in range(64) if row != 6):
         if filters.top_p[row] == 1:
             assert torch.equal(found[row].nan_to_num(1e30), expected[row].nan_to_num(1e30)), row
         else:  # the last bits of exponentials may carry a sum of masses past top-p one token earlier or later

@@ -10,7 +10,7 @@ from rung.attention.backends.flash_attn import FlashAttention3
 from rung.attention.backends.triton_paged import TritonPaged
 from rung.attention.base import AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
 
-_LARGEST_HEAD = 64  # up to here Triton decoded as fast or faster at every size measured, docs/performance.md
+_LARGEST_HEAD = 128  # up to here Triton decoded as fast or faster at every size measured, docs/performance.md
 
 
 class FlashTriton(TritonPaged):

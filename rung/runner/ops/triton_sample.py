@@ -13,6 +13,7 @@ FILTER = TritonLauncher("rung.runner.ops.triton_filter_kernels", "filter_kernel"
 LOGPROB_CHUNK = TritonLauncher(_LOGPROBS, "logprob_chunk_kernel")
 LOGPROB_ROW = TritonLauncher(_LOGPROBS, "logprob_row_kernel")
 
+_ONE_WAVE = 132  # multiprocessors of an H100 or H200
 _CHUNK = 2048  # tokens of a row whose log-probabilities a program sums
 MAX_TOP = 32  # most likely tokens that are found by repeated maxima; more are sorted for
 
@@ -23,19 +24,25 @@ class TritonSampleOps(SampleOps):
     A program filters a row, `block` tokens at a time; a pass of its search divides the interval into `ways` parts, until it holds no more
     than `room` tokens, which are searched without reading the row again."""
 
-    def __init__(self, block: int = 4096, ways: int = 8, room: int = 1024, num_warps: int = 16) -> None:
+    def __init__(self, block: int | None = None, ways: int = 8, room: int = 1024, num_warps: int | None = None) -> None:
         self.block, self.ways, self.room, self.num_warps = block, ways, room, num_warps
+
+    def _tiles(self, rows: int) -> tuple[int, int]:
+        """Tokens and warps of a program, as measured: a row alone on its multiprocessor wants many of both (docs/performance.md)."""
+        block, num_warps = (4096, 16) if rows <= _ONE_WAVE else (2048, 8)
+        return self.block or block, self.num_warps or num_warps
 
     def filter(self, scores: torch.Tensor, idx_mapping: torch.Tensor, filters: RowFilters) -> torch.Tensor:
         rows, vocab = scores.shape
         assert scores.stride(1) == 1
         out = torch.empty(rows, vocab, dtype=torch.float32, device=scores.device)
+        block, num_warps = self._tiles(rows)
         room = torch.empty(rows, self.room, dtype=torch.int32, device=scores.device)
         FILTER.run(
             (rows, 1, 1),
             scores, idx_mapping, filters.temperature, filters.log_min_p, filters.top_k, filters.top_p, out, room,
-            scores.stride(0), out.stride(0), VOCAB=vocab, BLOCK=self.block, ROOM=self.room, WAYS=self.ways,
-            num_warps=self.num_warps,
+            scores.stride(0), out.stride(0), VOCAB=vocab, BLOCK=block, ROOM=self.room, WAYS=self.ways,
+            num_warps=num_warps,
         )  # fmt: skip
         return out
 

@@ -20,6 +20,7 @@ from rung.torch_compat.capture import (
 from rung.torch_compat.compiler import compile_lock, import_inductor, import_tracer, quiet_compiler
 from rung.torch_compat.dispatch import (
     OpOverload,
+    OpOverloadPacket,
     TorchDispatchMode,
     call_device_kernel,
     end_allocation_to_pool,
@@ -78,6 +79,7 @@ __all__ = [
     "GPUS",
     "NoTensorOpsError",
     "OpOverload",
+    "OpOverloadPacket",
     "PASS_OPTION",
     "PROBES",
     "StopCompile",

@@ -11,11 +11,12 @@ from torch.utils import _pytree as pytree  # public only as torch.utils._pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # there is no public name
 
 OpOverload = torch._ops.OpOverload  # one overload of a registered op
+OpOverloadPacket = torch._ops.OpOverloadPacket  # all overloads of one name
 
 
 def single_overload(target: Any) -> Any:
     """The overload behind an op packet that has only one; anything else as it is."""
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         names = target.overloads()
         return getattr(target, names[0]) if len(names) == 1 else target
     return target

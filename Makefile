@@ -25,7 +25,7 @@ export RUNG_TEST_INDUCTOR_DIR ?= $(abspath $(VENV))/inductor-tests
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint types layers tiny bench format clean
+.PHONY: help venv demo test matrix check lint types layers tiny bench format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -61,6 +61,21 @@ layers: $(STAMP)
 
 tiny: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_tiny.py
+
+# One virtual environment a torch version, made with MATRIX_PYTHON, or those that MATRIX_VENVS lists.
+MATRIX ?= 2.11.0 2.12.0 2.13.0 2.14.1
+MATRIX_PYTHON ?= $(PYTHON)
+MATRIX_VENVS ?=
+MATRIX_TESTS ?= tests/compile tests/test_calls.py tests/test_module_changes.py tests/test_entry_points.py tests/test_torch_compat.py
+
+matrix:  ## run the compile tests on every supported torch; MATRIX_VENVS="DIR DIR" uses environments that are there
+	$(if $(MATRIX_VENVS),,$(foreach version,$(MATRIX),$(MAKE) venv VENV=.venv-torch-$(version) PYTHON=$(MATRIX_PYTHON) TORCH_SPEC=torch==$(version) &&) true)
+	@for venv in $(or $(MATRIX_VENVS),$(MATRIX:%=.venv-torch-%)); do \
+		version=$$($$venv/bin/python -c 'import sys, torch; print(torch.__version__, "python", sys.version.split()[0])'); \
+		RUNG_TEST_INDUCTOR_DIR=$$venv/inductor-tests $$venv/bin/python -m pytest -q -p no:cacheprovider $(MATRIX_TESTS) $(ARGS) > $$venv/matrix.log 2>&1 \
+			&& result=passed || { result=FAILED; failed=1; }; \
+		echo "torch $$version: $$result, $$(tail -1 $$venv/matrix.log)"; \
+	done; test -z "$$failed"
 
 bench: $(STAMP)  ## run the micro benchmarks
 	$(BIN)/python -m pytest bench --benchmark-only $(ARGS)

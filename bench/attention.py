@@ -1,6 +1,6 @@
 """Times of paged attention on a CUDA device beside the floor of the hardware.
 
-    python -m bench.attention [--backend triton_paged --backend flash_attn] [--block-size 16] [--block-size 64] [--sweep]
+    python -m bench.attention [--backend triton_paged --backend flash_attn] [--block-size 16] [--block-size 64]
 
 Decode is bound by bytes (every key and value is read once), prefill by operations. Calls are timed inside a captured graph that goes
 through enough different caches to leave the L2 behind; the number is the median over replays. Metadata lies on the device, as under FULL.
@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rung.attention import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
-from rung.attention.backends.triton_paged import Launch, TritonPaged, plan_launch
+from rung.attention import AttentionBackend, AttentionMetadata, AttentionSpec, HostMetadata, KVCache
 from rung.attention.select import select_backend
 from rung.errors import BackendUnavailableError
 
 BYTES_A_SECOND = 4.2e12  # read, measured on an H200
 OPERATIONS_A_SECOND = 790e12  # dense bf16 on random data, measured on an H200
 LLAMA_8B = AttentionSpec(num_heads=32, num_kv_heads=8, head_size=128, scale=128**-0.5)
+SMALL = AttentionSpec(num_heads=9, num_kv_heads=3, head_size=64, scale=64**-0.5)
 _BEYOND_L2 = 256 << 20  # bytes
 
 
@@ -33,6 +33,7 @@ class Shape:
     query_len: int
     context: int  # keys of each request, this step's included
     block_size: int
+    flat: bool = False  # a first chunk whose keys and values are read from the flat batch
 
     def floor_us(self, spec: AttentionSpec) -> float:
         tokens = self.batch * self.query_len
@@ -52,37 +53,52 @@ class Row:
 
     def __str__(self) -> str:
         shape = self.shape
+        layout = "flat" if shape.flat else shape.block_size
         return (
-            f"{self.backend:16} B {shape.batch:4} query {shape.query_len:5} context {shape.context:6} block {shape.block_size:4} "
+            f"{self.backend:16} B {shape.batch:4} query {shape.query_len:5} context {shape.context:6} block {layout:>4} "
             f"{self.measured_us:9.1f} us  floor {self.floor_us:8.1f} us  x {self.measured_us / self.floor_us:6.2f}  {self.note}"
         )
 
 
-def inputs(
-    spec: AttentionSpec, shape: Shape, *, dtype: torch.dtype = torch.bfloat16
-) -> Iterator[tuple[torch.Tensor, KVCache, AttentionMetadata]]:
-    """Enough different (query, cache, metadata) to exceed the L2 together; 32 at most."""
+@dataclass(frozen=True)
+class Inputs:
+    query: torch.Tensor
+    cache: KVCache
+    metadata: AttentionMetadata
+    flat: tuple[torch.Tensor, torch.Tensor] | tuple[()]  # key and value of a first chunk
+
+
+def inputs(spec: AttentionSpec, shape: Shape, *, dtype: torch.dtype = torch.bfloat16) -> Iterator[Inputs]:
+    """Enough different inputs to exceed the L2 together; 32 at most."""
     device = torch.device("cuda")
     columns = -(-shape.context // shape.block_size)
     blocks = shape.batch * columns
     size = blocks * shape.block_size * spec.num_kv_heads * spec.head_size * dtype.itemsize * 2
     tokens = shape.batch * shape.query_len
+    starts = torch.arange(0, tokens + 1, shape.query_len, dtype=torch.int32)
+    lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32)
     for _ in range(max(1, min(32, -(-_BEYOND_L2 // size)))):
         cache = KVCache(
             *(torch.randn(blocks, shape.block_size, spec.num_kv_heads, spec.head_size, device=device, dtype=dtype) for _ in range(2))
         )
-        query = torch.randn(tokens, spec.num_heads, spec.head_size, device=device, dtype=dtype)
         metadata = AttentionMetadata(
-            query_start_loc=torch.arange(0, tokens + 1, shape.query_len, dtype=torch.int32, device=device),
-            seq_lens=torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device),
+            query_start_loc=starts.to(device),
+            seq_lens=lengths.to(device),
             block_table=torch.randperm(blocks, device=device).to(torch.int32).view(shape.batch, columns),
             slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
             num_requests=shape.batch,
             num_actual_tokens=tokens,
             max_query_len=shape.query_len,
             max_seq_len=shape.context,
+            host=HostMetadata(query_start_loc=starts.numpy(), seq_lens=lengths.numpy()) if shape.flat else None,
+            may_pad=False,
         )
-        yield query, cache, metadata
+        yield Inputs(
+            query=torch.randn(tokens, spec.num_heads, spec.head_size, device=device, dtype=dtype),
+            cache=cache,
+            metadata=metadata,
+            flat=(cache.key.flatten(0, 1)[:tokens], cache.value.flatten(0, 1)[:tokens]) if shape.flat else (),
+        )
 
 
 def time_graph_us(calls: Sequence[Callable[[], None]], *, replays: int = 15) -> float:
@@ -109,14 +125,17 @@ def time_graph_us(calls: Sequence[Callable[[], None]], *, replays: int = 15) -> 
     return statistics.median(times)
 
 
-def measure(backend: AttentionBackend, shape: Shape, note: str = "") -> Row:
-    sets = list(inputs(backend.spec, shape))
-    out = torch.empty_like(sets[0][0])
+def measure(backend: AttentionBackend, shape: Shape, note: str = "", *, sets: Sequence[Inputs] = (), replays: int = 15) -> Row:
+    """The time of one call; `sets` are inputs of this shape, made here when there are none."""
+    sets = sets or list(inputs(backend.spec, shape))
+    out = torch.empty_like(sets[0].query)
 
-    def call(query: torch.Tensor, cache: KVCache, metadata: AttentionMetadata) -> Callable[[], None]:
-        return lambda: backend.forward(query, cache, out, metadata)
+    def call(one: Inputs) -> Callable[[], None]:
+        if one.flat:
+            return lambda: backend.forward_given_keys(one.query, *one.flat, one.cache, out, one.metadata)
+        return lambda: backend.forward(one.query, one.cache, out, one.metadata)
 
-    measured = time_graph_us([call(*one) for one in sets])
+    measured = time_graph_us([call(one) for one in sets], replays=replays)
     return Row(backend=backend.name, shape=shape, measured_us=measured, floor_us=shape.floor_us(backend.spec), note=note)
 
 
@@ -142,52 +161,27 @@ def table(shapes: Sequence[Shape], backends: Sequence[str], spec: AttentionSpec 
     return rows
 
 
-def variants(spec: AttentionSpec, shape: Shape) -> list[Launch]:
-    """Launches around the planned one, for tuning."""
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    size = {"num_tokens": shape.batch * shape.query_len, "num_requests": shape.batch}
-    planned = plan_launch(spec, **size, max_query_len=shape.query_len, max_seq_len=shape.context, processors=processors)
-    launches = [planned]
-    if shape.query_len == 1:
-        for block_n, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (3, 5, 7)):
-            launches.append(replace(planned, block_n=block_n, num_warps=warps, num_stages=stages))
-        launches += [replace(planned, splits=max(1, planned.splits * up // 2)) for up in (1, 4, 8)]
-    else:
-        group = spec.num_heads // spec.num_kv_heads
-        for block_m, block_n, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5)):
-            launches.append(
-                replace(planned, block_m=block_m, block_q=block_m // group, block_n=block_n, num_warps=warps, num_stages=stages)
-            )
-    return launches
-
-
-def sweep(shape: Shape, spec: AttentionSpec = LLAMA_8B, *, best: int = 5) -> list[Row]:
-    """The planned launch and the best others; those that the device refuses are left out."""
-    rows = []
-    for launch in variants(spec, shape):
-        try:
-            rows.append(measure(TritonPaged(spec, launch), shape, note=str(launch)))
-        except Exception as error:  # out of shared memory or registers: a launch that does not exist on this device
-            print(f"{launch}: {type(error).__name__}")
-        torch.cuda.empty_cache()
-    return [replace(rows[0], note="planned " + rows[0].note), *sorted(rows[1:], key=lambda row: row.measured_us)[:best]]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", help="default: triton_paged and flash_attn")
-    parser.add_argument("--block-size", action="append", type=int, help="default: 16 and 64")
-    parser.add_argument("--sweep", action="store_true", help="try launches of the Triton kernel around the planned one (minutes)")
+    parser.add_argument("--block-size", action="append", type=int, help="default: 16, 64 and 256 (256 for prefill alone)")
+    parser.add_argument("--batch", action="append", type=int, help="default: 1, 8, 64, 256")
+    parser.add_argument("--context", action="append", type=int, help="of decodes; default: 128, 1024, 8192, 32768")
+    parser.add_argument("--prefill", action="append", type=int, help="default: 1024, 2048, 4096, 8192, 16384")
     options = parser.parse_args()
-    block_sizes = options.block_size or [16, 64]
+    block_sizes = options.block_size or [16, 64, 256]
     backends = options.backend or ["triton_paged", "flash_attn"]
+    lengths = options.prefill or [1024, 2048, 4096, 8192, 16384]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {LLAMA_8B}")
-    if options.sweep:
-        for shape in (*decode_shapes([1, 64], [1024, 8192], block_sizes[:1]), *prefill_shapes([4096], block_sizes[-1:])):
-            print(*sweep(shape), sep="\n")
-        return
-    print(*table(decode_shapes([1, 8, 64, 256], [128, 1024, 8192], block_sizes), backends), sep="\n")
-    print(*table(prefill_shapes([1024, 2048, 4096, 8192], block_sizes), backends), sep="\n")
+    shapes = decode_shapes(
+        options.batch or [1, 8, 64, 256], options.context or [128, 1024, 8192, 32768], [s for s in block_sizes if s < 256]
+    )
+    print(*table(shapes, backends), sep="\n")
+    print(*table(prefill_shapes(lengths, block_sizes), backends), sep="\n")
+    flat = [replace(shape, flat=True) for shape in prefill_shapes(lengths, block_sizes[:1])]
+    print(*table(flat, ["triton_paged"]), sep="\n")
+    small = decode_shapes(options.batch or [1, 8, 64, 256], [128, 1024], [16])
+    print("9 query and 3 KV heads of 64:", *table(small, backends, SMALL), sep="\n")
 
 
 if __name__ == "__main__":

@@ -5,16 +5,24 @@ make bench ARGS="-k stitch"
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import nn
 
 import rung
+from rung.compile.arguments import dynamic_dims, leaves
 from rung.compile.compiled import CompiledFunction
+from rung.compile.entry import Entry
 from rung.compile.paths import Path
 from rung.compile.plan import CompilePlan, Step, TensorSpec
+from rung.compile.report import CompileReport
+from rung.compile.trace import trace
+from rung.compile.variant import Variant
+from rung.config import CompileConfig
 
 PIECES = 33
 
@@ -39,6 +47,80 @@ def no_op_plan(pieces: int) -> CompiledFunction:
         sources=(),
     )
     return CompiledFunction(plan, [no_op], {})
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.epsilon = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon) * self.weight
+
+
+class Layer(nn.Module):
+    """As many submodules, parameters and numbers as a layer of a Llama has, on tensors of 4 columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([Norm(), Norm()])
+        self.attention = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("q", "k", "v", "o")})
+        self.mlp = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("gate", "up", "down")})
+        self.scaling, self.heads = 0.5, 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[0](x)
+        x = x + self.attention["o"](self.attention["q"](y) * self.scaling + self.attention["k"](y) + self.attention["v"](y) * self.heads)
+        y = self.norms[1](x)
+        return x + self.mlp["down"](torch.relu(self.mlp["gate"](y)) * self.mlp["up"](y))
+
+
+def decoder() -> nn.Sequential:
+    return nn.Sequential(*(Layer() for _ in range(PIECES - 1))).eval().requires_grad_(False)
+
+
+def guarded_no_op() -> tuple[Entry, nn.Module]:
+    """The entry of a decoder of 32 layers with all of its guards, around 33 pieces that do nothing."""
+    module = decoder()
+    arguments = {"input": torch.zeros(8, 4)}
+    guards = trace(module.forward, arguments, {"input": {0: "rows"}}).guards
+    plan = no_op_plan(PIECES).plan
+    path = Path("input")
+    plan = replace(plan, guards=guards, inputs=(path,), tensors=((path, plan.tensors[0][1]),), template={"kind": "output", "index": 0})
+    entry = Entry(module.forward, CompileConfig(dynamic={"input": {0: "rows"}}))
+    found = leaves(arguments)
+    variant = Variant(CompiledFunction(plan, [no_op], {}), CompileReport(), found, module.forward)
+    key = entry._key(found, dynamic_dims(module.forward, found, entry.config.dynamic))
+    entry.variants[(*key, 0)] = variant
+    return entry, module
+
+
+def test_guarded_call_of_33_pieces(benchmark: BenchmarkFixture) -> None:
+    entry, module = guarded_no_op()
+    module.__dict__["forward"] = entry
+    x = torch.zeros(8, 4)
+    with torch.no_grad():
+        assert module(x) is x
+        assert entry._fast is not None
+        assert benchmark(module, x) is x
+
+
+@pytest.mark.parametrize("guards", ["all", "without modules", "none"])
+def test_torch_compile_of_the_same_module(benchmark: BenchmarkFixture, guards: str) -> None:
+    """Dynamo's own call: its checks, then a graph that does nothing."""
+    skip = {"without modules": "skip_guard_on_all_nn_modules_unsafe", "none": "skip_all_guards_unsafe"}.get(guards)
+    options = {} if skip is None else {"options": {"guard_filter_fn": getattr(torch.compiler, skip)}}
+    torch._dynamo.reset()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> Any:
+        return lambda *values: (values[-1],)
+
+    module = torch.compile(decoder(), backend=backend, dynamic=False, **options)
+    x = torch.zeros(8, 4)
+    with torch.no_grad():
+        module(x)
+        benchmark(module, x)
 
 
 class Negative(nn.Module):

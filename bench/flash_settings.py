@@ -62,15 +62,15 @@ def build(setting: Setting, spec: AttentionSpec) -> AttentionBackend:
 def layers(backend: AttentionBackend, spec: AttentionSpec, shape: Shape, bound: int) -> tuple[list[Callable[[], None]], list[torch.Tensor]]:
     """One call a layer, and their outputs."""
     sets = list(inputs(spec, shape))
-    metadata = replace(sets[0][2], max_seq_len=bound, may_pad=False)
+    metadata = replace(sets[0].metadata, max_seq_len=bound)
     sets = [sets[number % len(sets)] for number in range(LAYERS)]
-    caches = [KVCache(cache.key, cache.value) for _, cache, _ in sets]
-    outs = [torch.empty_like(query) for query, _, _ in sets]
+    caches = [KVCache(one.cache.key, one.cache.value) for one in sets]
+    outs = [torch.empty_like(one.query) for one in sets]
 
     def call(query: torch.Tensor, cache: KVCache, out: torch.Tensor) -> Callable[[], None]:
         return lambda: backend.forward(query, cache, out, metadata)
 
-    return [call(query, cache, out) for (query, _, _), cache, out in zip(sets, caches, outs, strict=True)], outs
+    return [call(one.query, cache, out) for one, cache, out in zip(sets, caches, outs, strict=True)], outs
 
 
 def nodes_a_layer(calls: list[Callable[[], None]]) -> float:

@@ -115,18 +115,18 @@ class Step:
     def write(self, index: int) -> None:
         """The first half of a break: keys and values into the cache."""
         if self.sets:
-            _, cache, metadata = self.sets[index % len(self.sets)]
+            one = self.sets[index % len(self.sets)]
             key, value = self.qkv[:, QUERY : QUERY + 1024].unflatten(1, (8, 128)), self.qkv[:, QUERY + 1024 :].unflatten(1, (8, 128))
-            self.backend.write_kv(key, value, cache, metadata.slot_mapping)
+            self.backend.write_kv(key, value, one.cache, one.metadata.slot_mapping)
         else:
             copy_kernel[(self.rows,)](self.qkv[:, QUERY:], self.spare[0], QKV, COLUMNS=2048, num_warps=4)
 
     def attend(self, index: int) -> None:
         """The second half: attention, or a copy."""
         if self.sets:
-            _, cache, metadata = self.sets[index % len(self.sets)]
+            one = self.sets[index % len(self.sets)]
             query, out = self.qkv[:, :QUERY].unflatten(1, (32, 128)), self.attended.unflatten(1, (32, 128))
-            self.backend.forward(query, cache, out, metadata)
+            self.backend.forward(query, one.cache, out, one.metadata)
         else:
             copy_kernel[(self.rows,)](self.qkv, self.attended, QKV, COLUMNS=QUERY, num_warps=4)
 

@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "compiled": "rung.api",
     "wrap": "rung.api",
+    "eager_break": "rung.compile.eager_break",
     "errors": "rung.errors",
     "Engine": "rung.runner",
     "SamplingParams": "rung.runner",
@@ -29,7 +30,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'rung' has no attribute {name!r}")
     module = import_module(_PUBLIC[name])
-    return module if _PUBLIC[name].rpartition(".")[2] == name and name == "errors" else getattr(module, name)
+    return module if name == "errors" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

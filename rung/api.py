@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
-from rung.compile.entry import Entry
+from rung.compile.entry import Entry, undecorated
 from rung.compile.fingerprint import RuntimeState
 from rung.compile.variant import Variant
 from rung.config import CompileConfig
@@ -34,12 +35,16 @@ class Handle(RuntimeState):
         """One dict a trace: where it came from and why, seconds by phase, pieces, unique pieces, what the passes did.
 
         `rows` says for each padded dimension None when its rows are proved independent, else what prevents the proof; `graph_memory` has
-        the bytes of captured graphs by size, None without any."""
+        the bytes of captured graphs by size, None without any. `guards` counts by kind what the trace has read and is checked, and lists
+        kinds that were dropped and what cannot be checked; `retraced` is what had changed when an earlier trace could no longer serve."""
         return [
             {
                 "plan_key": variant.report.plan_key,
                 "source": variant.report.source,
                 "reason": variant.report.reason,
+                "cache": variant.report.cache,
+                "hit_pieces": variant.report.hit_pieces,
+                "saved_seconds": variant.report.saved_seconds,
                 "seconds": dict(variant.report.seconds),
                 "pieces": variant.report.pieces,
                 "unique_pieces": variant.report.unique_pieces,
@@ -47,20 +52,30 @@ class Handle(RuntimeState):
                 "bounds": dict(variant.compiled.plan.bounds),
                 "rows": {name: verdict and str(verdict) for name, verdict in variant.compiled.plan.rows.items()},
                 "passes": variant.report.passes,
+                "guards": _guards(variant, self._entry.config.drop_guards),
+                "retraced": variant.report.retraced,
                 "graph_memory": _graph_memory(variant),
             }
             for variant in self._entry.variants.values()
         ]
+
+    def phases(self) -> str:
+        """Where the time of each compile or load went, as a table: one row a phase, one column a trace, the sum last. Imports have rows of
+        their own, since only the first compile of a process pays for them."""
+        columns = [dict(item["seconds"]) for item in self.report()]
+        names = list(dict.fromkeys(name for column in columns for name in column))
+        width = max([len(name) for name in names], default=0)
+        rows = [f"{name:<{width}}" + "".join(f"{column.get(name, 0.0):9.2f}" for column in columns) for name in names]
+        return "\n".join([*rows, f"{'sum':<{width}}" + "".join(f"{sum(column.values()):9.2f}" for column in columns)])
 
     def explain(self) -> str:
         """The report as text, and how often calls ran in which mode and why not in a better one."""
         from rung.graphs.explain import step_lines
 
         lines = []
-        for item in self.report():
+        for item, variant in zip(self.report(), self._entry.variants.values(), strict=True):
             phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in item["seconds"].items())
-            why = f" ({item['reason']})" if item["reason"] else ""
-            lines.append(f"{item['source']}{why}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
+            lines.append(f"{variant.report}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
         lines += step_lines(self.counters)
         return "\n".join(lines) or "nothing was compiled yet: call the module once"
 
@@ -146,6 +161,11 @@ def _graph_memory(variant: Variant) -> dict[str, Any] | None:
     return None if report is None else report.as_json()
 
 
+def _guards(variant: Variant, dropped: Sequence[str]) -> dict[str, Any]:
+    checked = Counter(str(guard.kind) for guard in variant.state.guards.guards)
+    return {"checked": dict(checked), "dropped": list(dropped), "unknown": list(variant.state.guards.unknown)}
+
+
 def wrap(target: Any, *, config: CompileConfig | None = None, **options: Any) -> Any:
     """Compile a module instance in place, or return a compiled version of a function.
 
@@ -199,6 +219,8 @@ def _decorate(target: Any, *, config: CompileConfig) -> Any:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside of another trace: that one compiles it
+            return original(self, *args, **kwargs)
         return entry_of(self)(*args, **kwargs)
 
     method.__rung_original__ = original  # type: ignore[attr-defined]
@@ -218,7 +240,7 @@ def _config(config: CompileConfig | None, options: Mapping[str, Any]) -> Compile
 
 
 def _entry(function: Callable[..., Any], config: CompileConfig) -> Entry:
-    return Entry(function, config, prepare=_add_graphs if config.graphs != "none" else None)
+    return Entry(undecorated(function), config, prepare=_add_graphs if config.graphs != "none" else None)
 
 
 def _add_graphs(entry: Entry, variant: Variant) -> None:

@@ -14,10 +14,15 @@ from typing import Any, Literal, get_args
 from rung.errors import ConfigError
 
 VARIABLES: Mapping[str, str] = {
+    "RUNG_CACHE_BASE": "stores that are only read, below the one of RUNG_CACHE_DIR; separated like PATH",
+    "RUNG_CACHE_BYTES": "size of the store above which the least recently used entries go, such as 20G; default: 32G; none: no limit",
     "RUNG_CACHE_DIR": "folder of the artifact store; default: rung under the XDG cache directory",
+    "RUNG_CACHE_MODE": "read-write (default), read-only, or off: no file of the store is touched",
+    "RUNG_CACHE_TRUST": "any: use a store that other users own or may write; default: owner",
     "RUNG_DISABLE": "1: wrapped modules run eagerly",
     "RUNG_DUMP": "folder that receives graphs, pieces, generated code and stitching of every compile",
     "RUNG_FLASH_ATTN_LIBRARY": "path of a library that registers FlashAttention-3 as a torch op",
+    "RUNG_REQUIRE_HIT": "1: what would have to be compiled is an error",
 }
 
 
@@ -43,6 +48,22 @@ def cache_dir() -> Path:
 GRAPH_MODES = ("none", "piecewise", "full", "auto")
 OUTPUT_POLICIES = ("clone", "borrow")
 AddressPolicy = Literal["raise", "recapture", "none"]
+GuardPolicy = Literal["retrace", "raise"]
+# What a trace has read, by kind (see `rung.compile.guards.Kind`); "submodules" are compared table by table.
+GUARD_KINDS = (
+    "value",
+    "object",
+    "type",
+    "length",
+    "keys",
+    "contains",
+    "attribute",
+    "override",
+    "hooks",
+    "tensor",
+    "tied",
+    "submodules",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +86,21 @@ class CompileConfig:
     graph_memory_bytes: int | None = None  # for pool and executables; sizes beyond run without a graph; None: no limit
     outputs: str = "clone"  # who owns the outputs of a replay: one of OUTPUT_POLICIES
     on_address_change: AddressPolicy = "recapture"  # when a tensor that graphs read was replaced
-    max_variants: int = 8  # traces kept for other dtypes, ranks and constant arguments
+    on_guard_violation: GuardPolicy = "retrace"  # when something that the trace has read was changed; `max_variants` bounds the traces
+    drop_guards: tuple[str, ...] = ()  # kinds of GUARD_KINDS that are not checked
+    max_variants: int = 8  # traces kept for other dtypes, ranks, constant arguments and states of the module
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
+    factors: Mapping[str, Any] = field(default_factory=dict)  # what else the code depends on, such as a variable that a custom op reads
+    passes: tuple[Any, ...] = ()  # passes beside rung's own: objects, "package.module:attribute", or entry points of rung.passes
+    without_passes: tuple[str, ...] = ()  # names of passes that do not run
+    expect: Mapping[str, int] = field(default_factory=dict)  # pass or pattern -> least number of matches; fewer fail the compile
 
     def __post_init__(self) -> None:
         _one_of("graphs", self.graphs, GRAPH_MODES)
         _one_of("outputs", self.outputs, OUTPUT_POLICIES)
+        _one_of("on_guard_violation", self.on_guard_violation, get_args(GuardPolicy))
+        for kind in self.drop_guards:
+            _one_of("drop_guards", kind, GUARD_KINDS)
         _one_of("on_address_change", self.on_address_change, get_args(AddressPolicy))
         if self.maximum is not None and self.maximum < 1:
             raise ConfigError(f"maximum must be at least 1, got {self.maximum}", hint="give the largest size of the dynamic dimension")
@@ -78,6 +108,8 @@ class CompileConfig:
             raise ConfigError(f"capture_after must be at least 1, got {self.capture_after}", hint="1 captures at the first call of a size")
         if self.graphs == "none" and (self.nvtx or self.step_trace is not None):
             raise ConfigError("nvtx and step_trace have no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
+        if any(not isinstance(count, int) or count < 0 for count in self.expect.values()):
+            raise ConfigError(f"expect must give numbers of matches, got {dict(self.expect)}", hint='for example {"add_norm": 64}')
         if self.max_variants < 1:
             raise ConfigError(f"max_variants must be at least 1, got {self.max_variants}", hint="leave it at the default of 8")
         if self.max_waste is not None and self.max_waste < 1:

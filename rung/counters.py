@@ -24,8 +24,13 @@ class Count(StrEnum):
     UNIQUE_PIECES = "unique_pieces"
     PLAN_HITS = "plan_hits"
     PLAN_MISSES = "plan_misses"
+    PIECE_HITS = "piece_hits"  # unique pieces out of the store although their plan was not there
+    QUARANTINED = "quarantined"  # files of the store that were damaged
+    LOCK_WAITS = "lock_waits"  # times that another process (or thread) was building the same
+    EVICTIONS = "evictions"  # entries that made room in the store
     ARTIFACT_LOADS = "artifact_loads"
     ARTIFACT_WRITES = "artifact_writes"
+    GUARD_RETRACES = "guard_retraces"  # traces made because something that an earlier one has read was changed
     EAGER_CALLS = "eager_calls"
     CAPTURES = "captures"
     REPLAYS = "replays"

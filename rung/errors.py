@@ -56,8 +56,23 @@ class InputMismatchError(UserError, TypeError):
     """The arguments of a call do not fit the ones that were traced."""
 
 
+class GuardError(UserError, RuntimeError):
+    """Something that a trace has read was changed after it, and the policy is to raise."""
+
+
 class CompileError(UserError):
     """Inductor refused or failed to compile a piece."""
+
+
+# --- passes --------------------------------------------------------------------------------------------------------------------------
+
+
+class PassError(UserError, ValueError):
+    """A pass cannot be used: it is not found, has no identity, or changes what a graph computes."""
+
+
+class PatternError(PassError):
+    """A pattern cannot be registered: its parts contradict each other, or its replacement computes something else."""
 
 
 # --- cache ---------------------------------------------------------------------------------------------------------------------------
@@ -69,6 +84,18 @@ class CacheError(UserError):
 
 class ArtifactError(CacheError):
     """An artifact is damaged or does not fit this process."""
+
+
+class UntrustedStoreError(CacheError):
+    """A store belongs to another user, or everybody may write it; nothing of it was read."""
+
+
+class CacheMissError(CacheError):
+    """A compile was needed, and a hit in the store was required. The message says what differs from the nearest entry."""
+
+
+class BundleError(CacheError):
+    """A bundle cannot be written, or is not one, or holds what a bundle must not."""
 
 
 # --- launch --------------------------------------------------------------------------------------------------------------------------

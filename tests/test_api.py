@@ -606,7 +606,7 @@ def test_explain_before_and_after_the_first_call() -> None:
     module, _ = both(Net())
     assert "call the module once" in module.rung.explain()
     module(torch.randn(3, 8))
-    assert "compiled (no plan under this key): 1 pieces, 1 unique" in module.rung.explain()
+    assert "): 1 pieces, 1 unique" in module.rung.explain()
 
 
 # --- misuse --------------------------------------------------------------------------------------------------------------------------

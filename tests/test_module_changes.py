@@ -12,6 +12,7 @@ from torch import nn
 
 import rung
 from rung.counters import Count
+from rung.errors import GuardError, InputMismatchError
 
 
 class Scale(nn.Module):
@@ -90,3 +91,73 @@ def test_gradient_wanted_after_the_trace() -> None:
     module(torch.randn(2, 4))
     module.requires_grad_(True)
     assert module(torch.randn(2, 4)).requires_grad
+
+
+def test_a_violated_guard_is_counted_and_named() -> None:
+    module, x = rung.wrap(Scale(), dynamic={}), torch.ones(3)
+    module(x)
+    assert module.rung.counters[Count.GUARD_RETRACES] == 0
+    module.factor = 3.0
+    assert torch.equal(module(x), x * 3)
+    assert module.rung.counters[Count.GUARD_RETRACES] == 1
+    assert module.rung.report()[1]["retraced"] == "'self.factor' was 2.0 and is 3.0"
+    assert module.rung.report()[1]["guards"]["checked"]["value"] >= 1
+
+
+def test_policies_of_violated_guards() -> None:
+    strict = rung.wrap(Scale(), dynamic={}, on_guard_violation="raise")
+    bounded = rung.wrap(Scale(), dynamic={}, max_variants=1)
+    careless = rung.wrap(Scale(), dynamic={}, drop_guards=("value",))
+    x = torch.ones(3)
+    for module in (strict, bounded, careless):
+        module(x)
+        module.factor = 3.0
+    with pytest.raises(GuardError, match=r"was traced when 'self.factor' was 2.0 and is 3.0"):
+        strict(x)
+    with pytest.raises(InputMismatchError, match=r"'self.factor' was 2.0 and is 3.0"):
+        bounded(x)
+    assert torch.equal(careless(x), x * 2)  # what was asked for
+    assert careless.rung.report()[0]["guards"]["dropped"] == ["value"]
+
+
+FACTOR = 2.0
+
+
+def by_global(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTOR
+
+
+def test_a_plan_in_the_store_is_held_against_its_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(3)
+    shared = {"factor": 2.0}
+
+    def by_cell(x: torch.Tensor) -> torch.Tensor:
+        return x * shared["factor"]
+
+    for value in (2.0, 3.0):
+        monkeypatch.setitem(globals(), "FACTOR", value)
+        shared["factor"] = value
+        for function in (by_global, by_cell):
+            assert torch.equal(rung.wrap(function, dynamic={})(x), x * value)
+
+
+def test_alternating_signatures_stay_on_the_fast_road() -> None:
+    module = rung.wrap(Scale(), dynamic={})
+    short, long = torch.ones(3), torch.ones(3, 2)
+    for x in (short, long):
+        module(x)
+    module.rung._entry._chain[-1].miss = None  # the slow road behind the last variant would raise
+    for x in (short, long, short, long):
+        assert torch.equal(module(x), x * 2)
+    assert module.rung.counters[Count.DYNAMO_TRACES] == 2
+
+
+def test_a_function_mode_around_the_call_is_not_that_of_the_trace() -> None:
+    def fresh(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(3)
+
+    function = rung.wrap(fresh, dynamic={})
+    function(torch.ones(3))
+    with torch.device("meta"), pytest.raises(Exception, match=r"meta|device"):
+        function(torch.ones(3, device="cpu"))
+    assert torch.equal(function(torch.ones(3)), torch.ones(3) * 2)

@@ -70,6 +70,7 @@ class AttentionMetadata:
     max_seq_len: int  # upper bound over the requests
     host: HostMetadata | None = None
     may_pad: bool = True  # False: every row belongs to a request (a padded request has one key, in block 0), so none is left to be zeroed
+
     _shared: dict[Hashable, tuple[KVCache, torch.Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once_a_step(self, key: Hashable, layer: KVCache, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -81,6 +82,14 @@ class AttentionMetadata:
         if found is None or found[0] is layer:
             found = self._shared[key] = (layer, make())
         return found[1]
+
+    @property
+    def only_first_chunks(self) -> bool:
+        """Whether every request begins with this step, as the host knows: never while a FULL graph is captured, nor for plain decodes."""
+        if self.host is None or self.max_query_len == 1:
+            return False
+        # No request has fewer keys than rows, so equal sums mean equal lengths.
+        return int(self.host.seq_lens.sum()) == int(self.host.query_start_loc[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +144,11 @@ class AttentionBackend(ABC):
         """Causal attention of `query` ([num_tokens, num_heads, head_size]) over the cached keys of each row's request, into `out`
         (same shape). This step's `write_kv` or `rotate_and_write` has run before. Row t of request i has position
         seq_lens[i] - query_len(i) + t."""
+
+    def forward_given_keys(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
+        """`forward`, given the keys and values of this step as `write_kv` got them ([num_tokens, num_kv_heads, head_size]).
+
+        Where `metadata.only_first_chunks` holds, they are all the keys there are, and a backend may read them instead of the cache."""
+        self.forward(query, cache, out, metadata)

@@ -20,7 +20,9 @@ _library.define(
     "rotate_and_write(Tensor query, Tensor key, Tensor value, Tensor(a!) rotated, Tensor cos, Tensor sin, str layer, "
     "Tensor? query_weight=None, Tensor? key_weight=None, float epsilon=0.0, float offset=0.0) -> Tensor"
 )
-_library.define("attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, str layer, Tensor? written=None) -> ()")
+_library.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, str layer, Tensor? written=None, bool fresh=False) -> ()"
+)
 
 SPLIT_OPS = frozenset({"rung::rotate_and_write", "rung::kv_cache_write", "rung::attention"})
 
@@ -72,13 +74,24 @@ def rotate_and_write(
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, layer: str, written: torch.Tensor | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    layer: str,
+    written: torch.Tensor | None = None,
+    fresh: bool = False,
 ) -> None:
-    """Attention of `query` ([num_tokens, num_heads, head_size]) into `out`; every row of `out` is written."""
-    del key, value, written  # they order this call behind the write
+    """Attention of `query` ([num_tokens, num_heads, head_size]) into `out`; every row of `out` is written.
+
+    `key` and `value` order this call behind the write. `fresh`: they are what was written, so a backend may read them if they are all."""
+    del written
     module, cache, metadata = _lookup(layer)
     assert module.backend is not None
-    module.backend.forward(query, cache, out, metadata)
+    if fresh:
+        module.backend.forward_given_keys(query, key, value, cache, out, metadata)
+    else:
+        module.backend.forward(query, cache, out, metadata)
 
 
 def _fake_kv_cache_write(key: torch.Tensor, value: torch.Tensor, layer: str) -> torch.Tensor:
@@ -89,9 +102,7 @@ def _fake_rotate_and_write(query: torch.Tensor, *arguments: object, **named: obj
     return query.new_empty(0)
 
 
-def _fake_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, layer: str, written: torch.Tensor | None = None
-) -> None:
+def _fake_attention(query: torch.Tensor, *arguments: object, **named: object) -> None:
     return None
 
 
@@ -129,7 +140,7 @@ class Attention(nn.Module):
         out = query.new_empty(query.shape)
         if rotation is None:
             written = torch.ops.rung.kv_cache_write(key, value, self.name)
-            torch.ops.rung.attention(query, key, value, out, self.name, written)
+            torch.ops.rung.attention(query, key, value, out, self.name, written, True)
             return out
         rotated = query.new_empty(query.shape)
         written = torch.ops.rung.rotate_and_write(

@@ -6,9 +6,12 @@ import click
 
 from rung import __version__
 from rung.cli.bench import bench
+from rung.cli.cache_change import cache as cache_commands
 from rung.cli.doctor import doctor
+from rung.cli.explain import explain
 from rung.cli.generate import generate
 from rung.cli.ladder import ladder
+from rung.cli.precompile import precompile
 from rung.cli.verify import verify
 
 
@@ -18,5 +21,5 @@ def program() -> None:
     """Trace once, compile the unique pieces, capture a ladder of graphs, replay."""
 
 
-for command in (generate, bench, verify, doctor, ladder):
+for command in (generate, bench, verify, precompile, cache_commands, explain, doctor, ladder):
     program.add_command(command)

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from rung.cli.command import Command
+from rung.cli.command import CompilingCommand
 from rung.cli.files import check_writable, write_text
 from rung.cli.options import device_options, integers, resolve_device, resolve_dtype
 from rung.errors import ConfigError
@@ -27,7 +27,7 @@ def _modes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str,
     return modes
 
 
-@click.command(cls=Command)
+@click.command(cls=CompilingCommand)
 @click.argument("target", default="smollm2")
 @click.option(
     "--inputs", help="module:function that takes a size and returns the arguments (tensor, tuple or dict), for a module:attr target."

@@ -10,13 +10,13 @@ from typing import IO, Any
 
 import click
 
-from rung.cli.command import Command
+from rung.cli.command import CompilingCommand
 from rung.cli.files import check_writable, read_json_text, read_text
 from rung.cli.options import device_options, integers, resolve_device, resolve_dtype, sampling_options
 from rung.cli.phases import Phases
 
 
-@click.command(cls=Command)
+@click.command(cls=CompilingCommand)
 @click.argument("model", default="smollm2")
 @click.argument("prompts", nargs=-1)
 @click.option(
@@ -123,6 +123,7 @@ def generate(
         seconds=seconds,
         counts=runner.counters.snapshot(),
         graph_memory=assembly.graph_memory(runner),
+        store="" if start_up.compile is None else str(start_up.compile),
         memory_plan=start_up.memory,
     )
     if as_json:

@@ -25,6 +25,7 @@ class Summary:
     seconds: float
     counts: Mapping[str, int]
     graph_memory: MemoryReport | None = None
+    store: str = ""  # what the artifact store had, and the seconds that saved; empty without a compile
     memory_plan: MemoryPlan | None = None  # how the KV cache was sized, when memory decided
 
     @property
@@ -42,6 +43,7 @@ class Summary:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
             "steps": {f"{mode}.{reason}": count for mode, reason, _, count in step_rows(self.counts)},
+            "store": self.store,
             "counters": other_counts(self.counts),
             "graph_memory": None if self.graph_memory is None else self.graph_memory.as_json(),
             "memory_plan": None if self.memory_plan is None else self.memory_plan.as_json(),
@@ -58,6 +60,8 @@ def print_summary(summary: Summary) -> None:
     out.print(table("steps", ("mode", "why", "steps"), steps, numbers=("steps",)))
     counted = ", ".join(f"{name} {count}" for name, count in other_counts(summary.counts).items())
     out.print(f"counters: {counted}")
+    if summary.store:
+        out.print(f"store: {summary.store}")
     if summary.graph_memory is not None:
         out.print(f"graph memory: {summary.graph_memory}")
     if summary.memory_plan is not None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from rung.cli.command import EXIT_BUG, Command
+from rung.cli.command import EXIT_BUG, CompilingCommand
 from rung.cli.options import device_options, integers, resolve_device, resolve_dtype
 from rung.errors import ConfigError
 
 
-@click.command(cls=Command)
+@click.command(cls=CompilingCommand)
 @click.argument("target", default="smollm2")
 @click.option(
     "--inputs", help="module:function that takes a size and returns the arguments (tensor, tuple or dict), for a module:attr target."

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from rung import torch_compat
 from rung.compile.paths import Path
-from rung.errors import DynamicShapeError
+from rung.errors import DynamicShapeError, TraceError
 
 
 class FixedDimension(Exception):  # noqa: N818 - a signal between two functions, not an error
@@ -50,6 +51,25 @@ def audit_symbols(
             )
         bounds[free[0]] = min(bound, bounds[free[0]] or bound)
     return symbols, {symbols[str(symbol)]: bound for symbol, bound in bounds.items()}, unified
+
+
+def refuse_sizes_of_values(capture: torch_compat.Capture, name: str) -> None:
+    """Raise `TraceError` for the first tensor whose size is known only from the values of another, such as `x[x > 0]`."""
+    known: set[Any] = set()
+    for node in capture.graph_module.graph.nodes:
+        values = node.meta.get("example_value")
+        found = {
+            symbol for value in (values if isinstance(values, tuple | list) else (values,)) for symbol in torch_compat.free_symbols(value)
+        }
+        if node.op == "placeholder":
+            known |= found
+        elif not found <= known and any(
+            isinstance(value, torch.Tensor) for value in (values, *(values if isinstance(values, tuple) else ()))
+        ):
+            raise TraceError(
+                f"{name} makes a tensor whose size depends on values{torch_compat.node_location(node)}",
+                hint="use torch.where or a mask of fixed size, or rung.eager_break on a function whose result has a fixed size",
+            )
 
 
 def _free_symbol(capture: torch_compat.Capture, placeholder: fx.Node, name: str, argument: str, dim: int, user_name: str) -> Any:

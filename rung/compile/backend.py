@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from rung import config as configuration
 from rung import torch_compat
-from rung.cache import Store
+from rung.cache import open_store
 from rung.compile.driver import Driver
 from rung.compile.paths import Path
 from rung.compile.trace import TracedGraph
@@ -31,6 +30,7 @@ def compile_graph(graph_module: fx.GraphModule, counters: Counters | None = None
         unified={},
         bytecode=None,
     )
-    driver = Driver(CompileConfig(), Store(configuration.cache_dir()), Counters() if counters is None else counters)
+    counters = Counters() if counters is None else counters
+    driver = Driver(CompileConfig(), open_store(counters), counters)
     with torch_compat.quiet_compiler():
         return driver.compile_traced(traced).stitched

@@ -14,8 +14,8 @@ import torch
 
 from rung.attention.layer import attention, kv_cache_write, rotate_and_write
 from rung.compile.bound import Capture
+from rung.compile.generated import Source
 from rung.compile.plan import OpCall, Step
-from rung.compile.stitch import Source
 
 _DIRECT: dict[str, Callable[..., Any]] = {
     "rung::attention": attention,

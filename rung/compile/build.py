@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from rung import torch_compat
+from rung.compile.eager_break import NAMESPACE, plain_name
 from rung.compile.pieces import Piece, extract_piece
 from rung.compile.plan import OpCall, Step
 from rung.compile.split import Segment, is_size_arithmetic, mutates, simplify_sizes, split_graph, storages, written_storages
@@ -49,7 +50,10 @@ def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
 
 def is_split_op(node: fx.Node, split_ops: Collection[str]) -> bool:
     overload = torch_compat.single_overload(node.target)
-    return node.op == "call_function" and isinstance(overload, torch_compat.OpOverload) and overload.name().split(".")[0] in split_ops
+    if node.op != "call_function" or not isinstance(overload, torch_compat.OpOverload):
+        return False
+    name = overload.name().split(".")[0]
+    return name in split_ops or name.startswith(f"{NAMESPACE}::")
 
 
 def _written_inputs(graph: fx.Graph) -> tuple[int, ...]:
@@ -101,7 +105,8 @@ class _Builder:
             calls.append(self._call(node))
         inputs = tuple(self.number(node) for node in segment.inputs)
         outputs = tuple(self.number(node) for node in segment.outputs)
-        name = calls[-1].target.partition("::")[2].partition(".")[0]
+        namespace, _, name = calls[-1].target.partition(".")[0].partition("::")
+        name = plain_name(name) if namespace == NAMESPACE else name
         self.steps.append(Step(f"{name}_{self._count('break'):02}", inputs, outputs, calls=tuple(calls)))
 
     def add_sizes(self, output: fx.Node) -> None:

@@ -9,8 +9,9 @@ import torch
 
 from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner
 from rung.compile.breaks import break_call, break_capture, parts
+from rung.compile.generated import Source
 from rung.compile.plan import CompilePlan, Step
-from rung.compile.stitch import Source, last_uses, restorer, stitch
+from rung.compile.stitch import last_uses, restorer, stitch
 
 
 class CompiledFunction:

@@ -15,7 +15,7 @@ from torch import nn
 
 from rung import torch_compat
 from rung.attention import SPLIT_OPS
-from rung.cache import Store, key_of
+from rung.cache import Factor, Factors, Store, key_of
 from rung.compile import plan as plan_module
 from rung.compile.arguments import leaves
 from rung.compile.bound import StepCall
@@ -23,17 +23,20 @@ from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
 from rung.compile.fingerprint import fingerprint
+from rung.compile.guards import Roots
 from rung.compile.paths import Path
-from rung.compile.piece_compiler import PieceCompiler
+from rung.compile.piece_compiler import MISS_HINT, PieceCompiler
 from rung.compile.plan import CompilePlan, TensorSpec
 from rung.compile.report import CompileReport
 from rung.compile.rows import Verdicts, output_dims, prove_rows
 from rung.compile.selfcheck import check_piece
-from rung.compile.sources import current_digest, type_refs
+from rung.compile.sources import type_refs
+from rung.compile.stored_plans import StoredPlans
 from rung.compile.trace import DynamicDims, TracedGraph, self_name, trace
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
-from rung.errors import ArtifactError
+from rung.errors import ArtifactError, CacheMissError
+from rung.passes.expectations import check_expectations
 
 
 class Driver:
@@ -44,6 +47,7 @@ class Driver:
         self.store = store
         self.counters = counters
         self.pieces = PieceCompiler(config, store, counters)
+        self.plans = StoredPlans(store)
 
     def compile(
         self, function: Callable[..., Any], locals_: Mapping[str, Any], tensors: Sequence[tuple[Path, torch.Tensor]], dims: DynamicDims
@@ -54,15 +58,20 @@ class Driver:
         report = CompileReport()
         owner = _owner(function)
         factors, opaque = self._plan_factors(function, locals_, tensors, dims)
-        report.plan_key = key_of(factors)
-        plan = None if opaque else self._find_plan(report, tensors)
-        if opaque:
-            report.reason = f"not cacheable: attribute {opaque[0]!r} cannot be described"
+        report.plan_key = key_of(factors.values())
+        roots = Roots(function)
         blobs: dict[str, bytes] = {}
+        plan = None if opaque else self._find_plan(report, tensors, factors, roots)
         if plan is None:
-            plan, blobs = self._build(function, locals_, tensors, dims, report, factors, keep=not opaque)
-        else:
+            with self.store.lock("plans", report.plan_key) as again:
+                plan = self._find_plan(report, tensors, factors, roots) if again and not opaque else None
+                if opaque:
+                    report.reason = f"not cacheable: attribute {opaque[0]!r} cannot be described"
+                if plan is None:
+                    plan, blobs = self._build(function, locals_, tensors, dims, report, factors, keep=not opaque)
+        if report.source != "compiled":
             self.counters.add(Count.PLAN_HITS)
+            self.store.log("hit", "plans", report.plan_key)
             report.source = "loaded"
         try:
             compiled = self._load(plan, blobs, owner, report)
@@ -82,23 +91,26 @@ class Driver:
 
     def _plan_factors(
         self, function: Callable[..., Any], locals_: Mapping[str, Any], tensors: Sequence[tuple[Path, torch.Tensor]], dims: DynamicDims
-    ) -> tuple[dict[str, Any], list[str]]:
+    ) -> tuple[Factors, list[str]]:
         owner = getattr(function, "__self__", None)
         described, opaque = fingerprint(owner) if isinstance(owner, nn.Module) else ({}, [])
         constants = [(path, value) for path, value in leaves(locals_) if not isinstance(value, torch.Tensor)]
-        factors = {
+        factors = Factors(self.pieces.factors(_device(tensors, owner)))
+        plan_factors = {
             "format": plan_module.FORMAT,
-            "entry": f"{function.__module__}:{function.__qualname__}",
+            "entry": _entry_name(function),
             "module": described,
             "dynamic": {name: {str(dim): symbol for dim, symbol in d.items()} for name, d in dims.items()},
             "maximum": self.config.maximum,
             "split_ops": sorted(self.config.split_ops),
             "pad": sorted(self.config.pad),
             "row_wise_ops": sorted(self.config.row_wise_ops),
+            "expect": dict(sorted(self.config.expect.items())),
             "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
             "constants": [[path.expression(), f"{type(value).__name__} {value!r}"] for path, value in constants],
-            **self.pieces.code_factors(_device(tensors, owner)),
         }
+        for name, value in plan_factors.items():
+            factors.add(Factor(name, value, changes_code=False))
         return factors, opaque
 
     @staticmethod
@@ -108,28 +120,12 @@ class Driver:
 
     # --- warm ------------------------------------------------------------------------------------------------------------------------
 
-    def _find_plan(self, report: CompileReport, tensors: Sequence[tuple[Path, torch.Tensor]]) -> CompilePlan | None:
-        try:
-            manifest = self.store.get_manifest("plans", report.plan_key)
-        except ArtifactError as error:
-            report.reason = error.message
-            return None
-        if manifest is None:
-            report.reason = "no plan under this key"
-            return None
-        try:
-            plan = CompilePlan.from_json(manifest["plan"])
-        except (KeyError, TypeError, IndexError, ValueError):
-            report.reason = "the plan under this key is damaged"
-            return None
-        if not _fits(plan, tensors):
-            report.reason = "the plan under this key serves another size"
-            return None
-        for ref in plan.sources:
-            if current_digest(ref) != ref.digest:
-                report.reason = f"the source of {ref.qualname} changed or cannot be found"
-                return None
-        return plan
+    def _find_plan(
+        self, report: CompileReport, tensors: Sequence[tuple[Path, torch.Tensor]], factors: Factors, roots: Roots
+    ) -> CompilePlan | None:
+        found = self.plans.find(report.plan_key, factors, tensors, lambda plan: plan.guards.violation(roots, self.config.drop_guards))
+        report.reason, report.saved_seconds, report.passes = found.reason, found.seconds, found.passes
+        return found.plan
 
     # --- cold ------------------------------------------------------------------------------------------------------------------------
 
@@ -140,14 +136,22 @@ class Driver:
         tensors: Sequence[tuple[Path, torch.Tensor]],
         dims: DynamicDims,
         report: CompileReport,
-        factors: dict[str, Any],
+        factors: Factors,
         *,
         keep: bool,
     ) -> tuple[CompilePlan, dict[str, bytes]]:
+        entry = _entry_name(function)
         self.counters.add(Count.PLAN_MISSES)
+        self.store.log("miss", "plans", report.plan_key, f"{entry}: {report.reason}")
+        if self.store.require_hit:
+            raise CacheMissError(f"{entry} would have to be compiled: {report.reason}", hint=MISS_HINT)
         report.source = "compiled"
-        entry = f"{function.__module__}:{function.__qualname__}"
+        report.passes.clear()
         dump = Dump.of(entry, report.plan_key)
+        with report.clock("import Dynamo"), torch_compat.quiet_compiler():
+            torch_compat.import_tracer()
+        with report.clock("import Inductor"), torch_compat.quiet_compiler():
+            torch_compat.import_inductor()
         with report.clock("trace"), torch_compat.quiet_compiler():
             traced = trace(function, locals_, dims, maximum=self.config.maximum)
             self.counters.add(Count.DYNAMO_TRACES)
@@ -169,14 +173,18 @@ class Driver:
             template=traced.template,
             sources=(*traced.sources, *type_refs(traced.template)),
             written=graph.written,
-            reads=traced.reads,
+            guards=traced.guards,
             rows=rows,
             output_dims=dims_out,
         )
-        if keep:
+        if traced.guards.unknown:
+            report.reason = f"not cacheable: the trace depends on {traced.guards.unknown[0]}, which cannot be checked in another process"
+        elif keep and not any(digest.startswith("unsaved") for _, digest in pieces):
             with report.clock("save"):
-                self.pieces.save(lambda: self.store.put_manifest("plans", report.plan_key, {"factors": factors, "plan": plan.to_json()}))
-        self._check(graph, plan, blobs, _owner(function))
+                seconds = {**report.seconds, "compile": report.piece_seconds}
+                self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes))
+        with report.clock("compare once"):
+            self._check(graph, plan, blobs, _owner(function))
         return plan, blobs
 
     def _prove(self, traced: TracedGraph, report: CompileReport) -> Verdicts:
@@ -206,9 +214,11 @@ class Driver:
         """(key, digest) of the unique pieces, their bytes by digest, and the bound of sizes without a maximum."""
         self.counters.add(Count.PIECES, sum(step.piece is not None for step in graph.steps))
         self.counters.add(Count.UNIQUE_PIECES, len(graph.pieces))
-        code = self.pieces.code_factors(device)
+        code = self.pieces.factors(device)
         with report.clock("compile"):
             compiled = [self.pieces.blob(index, piece, traced, code, report, dump) for index, piece in enumerate(graph.pieces)]
+        uses = [sum(step.piece == index for step in graph.steps) for index in range(len(graph.pieces))]
+        check_expectations(self.config.expect, zip(report.passes, uses, strict=True))
         pieces = tuple((piece.key, blob.digest) for piece, blob in zip(graph.pieces, compiled, strict=True))
         bound = min((blob.bound for blob in compiled if blob.bound is not None), default=None)
         return pieces, {blob.digest: blob.data for blob in compiled}, bound
@@ -224,7 +234,8 @@ class Driver:
             weights = [
                 plan.inputs[n].resolve(owner) if n < len(plan.inputs) and plan.inputs[n].local in owner else None for n in step.inputs
             ]
-            check_piece(piece, blobs[plan.pieces[index][1]], weights)
+            if not any(map(torch_compat.is_fake, weights)):  # a build without the device can run nothing
+                check_piece(piece, blobs[plan.pieces[index][1]], weights)
             piece.graph_module.graph = torch.fx.Graph()  # the fake tensors on its nodes keep the whole trace alive
 
     # --- load ------------------------------------------------------------------------------------------------------------------------
@@ -242,15 +253,6 @@ class Driver:
             return CompiledFunction(plan, pieces, owner, texts)
 
 
-def _fits(plan: CompilePlan, tensors: Sequence[tuple[Path, torch.Tensor]]) -> bool:
-    """Whether the tensors have the sizes that the trace fixed although they might have been dynamic."""
-    specs = dict(plan.tensors)
-    return all(
-        path in specs and all(extent in (size, str(extent)) for extent, size in zip(specs[path].shape, tensor.shape, strict=True))
-        for path, tensor in tensors
-    )
-
-
 def load_piece(blob: bytes) -> tuple[StepCall, str]:
     """The callable of a piece (Inductor's own entry, below AOTAutograd's runtime wrapper of 7 to 11 us a call) and its source."""
     artifact = torch_compat.deserialize_artifact(blob)
@@ -258,6 +260,10 @@ def load_piece(blob: bytes) -> tuple[StepCall, str]:
     if raw is None:
         raise ArtifactError("an artifact has no callable inside", hint="remove the folder that `rung doctor` names as the store")
     return raw, torch_compat.artifact_source(artifact)
+
+
+def _entry_name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
 
 
 def _owner(function: Callable[..., Any]) -> dict[str, Any]:

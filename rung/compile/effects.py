@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,23 @@ def refuse_side_effects(owner: object | None, name: str) -> Iterator[None]:
             f"{name} assigns the attribute {changed[0]!r} while it runs; a compiled graph would do so only once",
             hint="update a registered buffer in place (buffer.copy_(...)), or return the value",
         )
+
+
+@contextmanager
+def net_effects(objects: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Collect the names of those `objects` whose attributes or contents are others after the block than before; all are put back. What is
+    set and reset again, as a context variable around a call, leaves nothing to repeat."""
+    before = {name: _surface(value) for name, value in objects.items()}
+    changed: list[str] = []
+    yield changed
+    for name, value in objects.items():
+        if not _unchanged((None, before[name]), (None, _surface(value))):
+            changed.append(name)
+            _put_back((value.__dict__ if _contents(value) is None else value, before[name]))
+
+
+def _surface(value: Any) -> Any:
+    return _contents(value) if _contents(value) is not None else dict(getattr(value, "__dict__", {}))
 
 
 def _state(module: nn.Module) -> dict[str, Any]:

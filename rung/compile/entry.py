@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from rung import config as configuration
-from rung.cache import Store
+from rung.cache import open_store
 from rung.compile.arguments import Leaf, Signature, dynamic_dims, leaves, signature_of
 from rung.compile.driver import Driver
 from rung.compile.fingerprint import RuntimeState
-from rung.compile.variant import Variant
+from rung.compile.paths import Path
+from rung.compile.variant import Variant, modes
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
-from rung.errors import InputMismatchError
+from rung.errors import GuardError, InputMismatchError
 
 
 class EagerReason(StrEnum):
@@ -52,9 +53,15 @@ class Entry(RuntimeState):
         self.variants: dict[Signature, Variant] = {}
         self._prepare = prepare  # gives a new variant its graphs
         self._fixed: set[tuple[str, int]] = set()  # (argument, dim) that nobody declared and that a trace fixed
-        self._fast: Callable[..., Any] | None = None
+        self._chain: list[Variant] = []  # in the order in which their generated entries are tried
+        self._fast: Callable[..., Any] | None = None  # the first of them
         self._lock = threading.RLock()
         functools.update_wrapper(self, function)
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """Of the wrapped function, for torch.export, which takes `forward` for a function."""
+        return getattr(self.function, "__func__", self.function).__code__
 
     @property
     def owner(self) -> Any:
@@ -97,34 +104,55 @@ class Entry(RuntimeState):
         found = leaves(locals_) if found is None else found
         dims = self._free(dynamic_dims(self.function, found, self.config.dynamic))
         key = self._key(found, dims)
-        variant = self._known(key)
+        variant, _ = self._known(key)
         if variant is None:
             with self._lock:
-                variant = self._known(key) or self._compile(key, locals_, found, dims)
-        if variant.fast is None:
-            variant.fast = variant.entry(self.function, self.owner, self._slow)
-        self._fast = variant.fast
+                variant, violated = self._known(key)
+                if variant is None:
+                    variant = self._compile(key, locals_, found, dims, violated)
+        if variant.fast is None or self._fast is None:
+            with self._lock:
+                self._link(variant)
         return variant
 
-    def _known(self, key: Signature) -> Variant | None:
-        """The variant of this signature that was traced from the module as it is now."""
+    def _link(self, variant: Variant) -> None:
+        """Put the variant's generated entry behind those of the others: each calls the next where its checks fail."""
+        if variant.fast is None:
+            variant.fast = variant.entry(self.function, self.owner, self._slow)
+            if self._chain:
+                self._chain[-1].miss = variant.fast
+            self._chain.append(variant)
+        self._fast = self._chain[0].fast if self._chain else None
+
+    def _known(self, key: Signature) -> tuple[Variant | None, str]:
+        """The variant of this signature that was traced from things as they are now; without one, what the last of its kind read that was
+        changed."""
+        violated = ""
         for state in itertools.count():
             variant = self.variants.get((*key, state))
             if variant is None:
-                return None
+                return None, violated
             with self._lock:
-                if variant.accepts(self.owner):
-                    return variant
+                violated = variant.violation(self.owner)
+                if not violated:
+                    return variant, ""
         raise AssertionError
 
-    def _compile(self, key: Signature, locals_: Mapping[str, Any], found: list[Leaf], dims: dict[str, dict[int, str]]) -> Variant:
+    def _compile(
+        self, key: Signature, locals_: Mapping[str, Any], found: list[Leaf], dims: dict[str, dict[int, str]], violated: str
+    ) -> Variant:
+        if violated and self.config.on_guard_violation == "raise":
+            raise GuardError(
+                f"{getattr(self.function, '__qualname__', self.function)} was traced when {violated}",
+                hint='put it back, wrap again, or pass on_guard_violation="retrace"',
+            )
         if len(self.variants) >= self.config.max_variants:
             raise InputMismatchError(
                 f"{getattr(self.function, '__qualname__', self.function)} was called with {len(self.variants) + 1} different signatures; "
-                f"the last differs in {self._difference(key)}",
+                f"the last differs in {violated or self._difference(key)}",
                 hint="pass changing numbers as tensors, name changing dimensions in `dynamic`, or raise `max_variants`",
             )
-        driver = Driver(self.config, Store(configuration.cache_dir()), self.counters)
+        driver = Driver(self.config, open_store(self.counters), self.counters)
         tensors = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
         compiled, report = driver.compile(self.function, locals_, tensors, dims)
         fixed = {
@@ -136,14 +164,17 @@ class Entry(RuntimeState):
         if fixed:
             self._fixed |= fixed
             key = self._key(found, self._free(dims))
-        variant = Variant(compiled, report, found, self.owner)
+        if violated:
+            self.counters.add(Count.GUARD_RETRACES)
+            report.retraced = violated
+        variant = Variant(compiled, report, found, self.function, self.config.drop_guards)
         if self._prepare is not None:
             self._prepare(self, variant)
         self.variants[(*key, next(n for n in itertools.count() if (*key, n) not in self.variants))] = variant
         return variant
 
     def _key(self, found: list[Leaf], dims: Mapping[str, Mapping[int, str]]) -> Signature:
-        return (*signature_of(found, dims), torch.get_default_dtype(), getattr(self.owner, "training", None))
+        return (*signature_of(found, dims), modes(), getattr(self.owner, "training", None))
 
     def _free(self, dims: dict[str, dict[int, str]]) -> dict[str, dict[int, str]]:
         return {name: {dim: symbol for dim, symbol in d.items() if (name, dim) not in self._fixed} for name, d in dims.items()}
@@ -175,7 +206,7 @@ class Entry(RuntimeState):
         """Read the module's tensors again, after parameters were replaced; `recapture` captures again what was captured."""
         with self._lock:
             for variant in self.variants.values():
-                if variant.state is None or variant.state.same_trace():
+                if not variant.state.violation():
                     variant.replaced(self.owner, recapture=recapture)
             self._fast = None
 
@@ -185,6 +216,7 @@ class Entry(RuntimeState):
             for variant in self.variants.values():
                 variant.release()
             self.variants.clear()
+            self._chain.clear()
             self._fast = None
 
     # --- copies start uncompiled: they own no trace of the original ---------------------------------------------------------------------
@@ -205,9 +237,16 @@ class Entry(RuntimeState):
 def _name_of(item: Any) -> str:
     """What an item of a key stands for."""
     if isinstance(item, tuple):
-        return str(item[0].dotted())
-    return "the default dtype" if isinstance(item, torch.dtype) else "training"
+        return str(item[0].dotted()) if isinstance(item[0], Path) else "the default dtype or another global mode"
+    return "training"
 
 
 def _rebuild(function: Callable[..., Any], config: CompileConfig, prepare: Callable[[Entry, Variant], None] | None) -> Entry:
-    return Entry(function, config, prepare=prepare)
+    return Entry(undecorated(function), config, prepare=prepare)
+
+
+def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The method behind one of a decorated class: a copy out of a pickle finds the decorated one, which calls the entry."""
+    original = getattr(function, "__rung_original__", None)
+    owner = getattr(function, "__self__", None)
+    return function if original is None else original if owner is None else original.__get__(owner)

@@ -49,37 +49,37 @@ class Path:
 
 
 def parse_path(source: str) -> Path:
-    """Parse Dynamo's source expression. Raises `UnsupportedModuleError` for anything that is not reached from an argument."""
-    accesses: list[Access] = []
-    dim: int | None = None
+    """Parse Dynamo's source expression of a graph input. Raises `UnsupportedModuleError` for what is not reached from an argument."""
+    text, size, rest = source.rpartition(".size()[")
     try:
-        node: ast.expr = ast.parse(source, mode="eval").body
-    except SyntaxError:
+        parsed = parse_accesses(text if size else source)
+        dim = int(rest.removesuffix("]")) if size else None
+    except (SyntaxError, ValueError):
         raise _unsupported(source) from None
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call):
-        call = node.value
-        if not (isinstance(call.func, ast.Attribute) and call.func.attr == "size" and not call.args):
-            raise _unsupported(source)
-        dim = int(_constant(node.slice, source))
-        node = call.func.value
+    if parsed is None or parsed[0] != "L":
+        raise _unsupported(source)
+    return Path(parsed[1], parsed[2], dim)
+
+
+def parse_accesses(source: str) -> tuple[str, str, tuple[Access, ...]] | None:
+    """Scope ("L" locals, "G" globals), first name and accesses of an expression of attributes and items; None for any other expression.
+    Raises `SyntaxError` or `ValueError` for text that is no expression."""
+    accesses: list[Access] = []
+    node: ast.expr = ast.parse(source, mode="eval").body
     while not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)):
         if isinstance(node, ast.Attribute):
             accesses.append(("attr", node.attr))
         elif isinstance(node, ast.Subscript):
-            accesses.append(("item", _constant(node.slice, source)))
+            accesses.append(("item", ast.literal_eval(node.slice)))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1 and node.func.id in ("type", "dict"):
+            if node.func.id == "type":  # `dict(type(x).__dict__)["name"]` is how Dynamo reads a class attribute
+                accesses.append(("attr", "__class__"))
+            node = node.args[0]
+            continue
         else:
-            raise _unsupported(source)
+            return None
         node = node.value
-    if node.value.id != "L":
-        raise _unsupported(source)
-    return Path(str(_constant(node.slice, source)), tuple(reversed(accesses)), dim)
-
-
-def _constant(node: ast.expr, source: str) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        raise _unsupported(source) from None
+    return node.value.id, str(ast.literal_eval(node.slice)), tuple(reversed(accesses))
 
 
 def _unsupported(source: str) -> UnsupportedModuleError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import platform
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,23 +14,27 @@ from typing import Any
 import torch
 
 from rung import torch_compat
-from rung.cache import Store, key_of
+from rung.cache import Factor, Factors, Manifest, Store, key_of
 from rung.compile.dump import Dump
 from rung.compile.pieces import Piece, refuse_aliased_writes
 from rung.compile.report import CompileReport
 from rung.compile.trace import TracedGraph
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
-from rung.errors import ArtifactError, CacheError, CompileError
+from rung.errors import ArtifactError, CacheError, CacheMissError, CompileError
 from rung.passes import PassManager
-from rung.passes.fusion import ResidualAdd
+from rung.passes.defaults import pass_manager
 
+FORMAT = 2  # of the bytes of a piece and of its manifest
+MISS_HINT = "`rung cache explain` tells more; build it with `rung precompile`, or leave out --require-hit (RUNG_REQUIRE_HIT)"
 SETTINGS = {
     # kernels choose among their few configurations at the first call, before any capture; compiling must not run them
     "triton.autotune_at_compile_time": False,
     # the entry checks arguments once a call; pieces need not check again, where torch leaves the choice
     "size_asserts": torch_compat.needs_size_asserts(),
     "scalar_asserts": False,
+    # random numbers come from torch's generators, as in eager mode: one seed gives one result on both roads
+    "fallback_random": True,
 }
 # Independent pointwise kernels of one piece, such as the rotations of query and key, become one launch.
 CUDA_SETTINGS = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
@@ -55,42 +61,77 @@ class PieceCompiler:
         self.config = config
         self.store = store
         self.counters = counters
-        self.passes = PassManager((ResidualAdd(),))
+        self.passes = pass_manager(config)
 
-    def code_factors(self, device: torch.device) -> dict[str, Any]:
-        """What changes the code of a piece besides the piece itself."""
-        return {
-            "passes": self.passes.uuid(),
+    def factors(self, device: torch.device) -> Factors:
+        """What changes the code of a piece besides the piece itself, from everything that has a say in it."""
+        named = {
+            "piece_format": FORMAT,
+            "passes": {"all": self.passes.uuid(), **{item.name: item.uuid() for item in self.passes.passes}},
             "inductor": {**settings(device.type), **{key: repr(value) for key, value in self.config.inductor.items()}},
             "python": ".".join(platform.python_version_tuple()[:2]),
             "default_dtype": str(torch.get_default_dtype()),  # ops without a dtype take it
-            **torch_compat.toolchain_factors(),
+            **torch_compat.toolchain_factors(device.type),
             **torch_compat.device_factors(device),
+            "extra": {key: repr(value) for key, value in sorted(self.config.factors.items())},
         }
+        return Factors(Factor(name, value) for name, value in named.items())
 
-    def blob(self, index: int, piece: Piece, traced: TracedGraph, code: Mapping[str, Any], report: CompileReport, dump: Dump) -> PieceBlob:
+    def blob(self, index: int, piece: Piece, traced: TracedGraph, code: Factors, report: CompileReport, dump: Dump) -> PieceBlob:
         """The artifact of a unique piece; `code` are the factors that change code. Raises `CompileError` when Inductor cannot."""
-        factors = {"piece": piece.key, "bounds": sorted(str(bound) for bound in traced.bounds.values()), **code}
+        bounds = sorted(str(bound) for bound in traced.bounds.values())
+        factors = {"piece": piece.key, "bounds": bounds, **code.values(code_only=True)}
         key = key_of(factors)
+        found = self._find(key, report)
+        if found is not None:
+            return found
+        with self.store.lock("pieces", key) as again:
+            found = self._find(key, report) if again else None
+            return found or self._build(index, piece, traced, (key, factors), report, dump)
+
+    def _find(self, key: str, report: CompileReport) -> PieceBlob | None:
         try:
-            manifest = self.store.get_manifest("pieces", key)
-            if manifest is not None:
-                blob = self.store.get_blob(manifest["blob"])
-                report.passes.append(manifest["passes"])
-                return PieceBlob(manifest["blob"], blob, manifest["bound"])
-        except (ArtifactError, KeyError) as error:
-            why = error.message if isinstance(error, ArtifactError) else f"its manifest has no {error}"
-            warnings.warn(f"a stored piece could not be used and is built again: {why}", RuntimeWarning, stacklevel=2)
+            manifest = self.store.get("pieces", key)
+            if manifest is None:
+                return None
+            (digest,) = manifest.blobs
+            blob = self.store.get_blob(digest)
+        except ArtifactError as error:
+            warnings.warn(f"a stored piece could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
+            return None
+        report.passes.append(manifest.data["passes"])
+        report.add_piece(manifest.seconds["compile"], hit=True)
+        self.counters.add(Count.PIECE_HITS)
+        return PieceBlob(digest, blob, manifest.data["bound"])
+
+    def _build(
+        self,
+        index: int,
+        piece: Piece,
+        traced: TracedGraph,
+        keyed: tuple[str, Mapping[str, Any]],
+        report: CompileReport,
+        dump: Dump,
+    ) -> PieceBlob:
+        key, factors = keyed
+        if self.store.require_hit:
+            why = self.store.explain_miss("pieces", factors)
+            raise CacheMissError(f"piece {index} would have to be compiled: {why}", hint=MISS_HINT)
         dump.piece(index, piece)
         refuse_aliased_writes(piece)
-        passes = PassManager(self.passes.passes)
+        passes = self.passes.fresh()
+        passes.check()
+        start = time.perf_counter()
         compiled, bound = self._compile(piece, traced, passes, index)
-        report.passes.append(passes.report)
+        seconds = time.perf_counter() - start
+        report.passes.append(passes.as_json())
+        report.add_piece(seconds, hit=False)
         digest = self.save(lambda: self.store.put_blob(compiled))
         if digest is None:
             return PieceBlob(f"unsaved-{index}", compiled, bound)
-        manifest = {"factors": factors, "blob": digest, "passes": passes.report, "bound": bound}
-        self.save(lambda: self.store.put_manifest("pieces", key, manifest))
+        data = {"passes": passes.as_json(), "bound": bound}
+        manifest = Manifest(kind="pieces", key=key, factors=factors, seconds={"compile": seconds}, blobs=(digest,), data=data)
+        self.save(lambda: self.store.put(manifest))
         return PieceBlob(digest, compiled, bound)
 
     def _compile(self, piece: Piece, traced: TracedGraph, passes: PassManager, index: int) -> tuple[bytes, int | None]:
@@ -103,6 +144,8 @@ class PieceCompiler:
                 if bound is None and fresh.restrictions():
                     self.counters.add(Count.UNHINTED_COMPILES)
                     artifact, _ = self._inductor(piece, traced, passes, hinted=False)
+                if not passes.report:
+                    self._run_passes(piece, traced, passes)
                 return torch_compat.serialize_artifact(artifact), bound
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0][:300]
@@ -111,8 +154,11 @@ class PieceCompiler:
                 hint="RUNG_DUMP=<folder> writes the piece; TORCH_LOGS=+inductor tells more",
             ) from error
 
-    def _inductor(self, piece: Piece, traced: TracedGraph, passes: PassManager, *, hinted: bool) -> tuple[Any, torch_compat.FreshSymbols]:
-        """An artifact, and the symbols that know what Inductor assumed about the sizes."""
+    def _inductor(
+        self, piece: Piece, traced: TracedGraph, passes: PassManager, *, hinted: bool, stop: bool = False
+    ) -> tuple[Any, torch_compat.FreshSymbols]:
+        """An artifact, and the symbols that know what Inductor assumed about the sizes. With `stop` the compile ends behind the passes, by
+        raising `StopCompile`."""
         fresh = torch_compat.FreshSymbols(hinted=hinted)
         inputs = []
         for node in piece.graph_module.graph.nodes:
@@ -126,10 +172,15 @@ class PieceCompiler:
         module = copy.deepcopy(piece.graph_module)
         fresh.propagate(module, inputs)
         on_cuda = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in inputs)
-        options = {**settings("cuda" if on_cuda else "cpu"), **self.config.inductor, **passes.inductor_options(tag)}
+        options = {**settings("cuda" if on_cuda else "cpu"), **self.config.inductor, **passes.inductor_options(tag, stop=stop)}
         artifact = torch_compat.compile_piece(module, fresh, inputs, options)
         self.counters.add(Count.INDUCTOR_COMPILES)
         return artifact, fresh
+
+    def _run_passes(self, piece: Piece, traced: TracedGraph, passes: PassManager) -> None:
+        """Run the passes for their report alone: Inductor took the piece from a cache of its own, and called none of them."""
+        with contextlib.suppress(torch_compat.StopCompile):
+            self._inductor(piece, traced, passes, hinted=True, stop=True)
 
     def save(self, write: Callable[[], Any]) -> Any:
         """A store that cannot be written costs the next start, never this run."""

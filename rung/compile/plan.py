@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rung.compile.guards import NO_GUARDS, GuardSet
 from rung.compile.paths import Path
 from rung.compile.rows.state import Verdict
 from rung.compile.sources import SourceRef
 from rung.compile.template import Template
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class CompilePlan:
     template: Template
     sources: tuple[SourceRef, ...]
     written: tuple[int, ...] = ()  # value numbers of the graph's inputs that are updated in place
-    reads: tuple[str, ...] = ()  # names that the traced functions mention: which attributes the trace may depend on
+    guards: GuardSet = NO_GUARDS  # what the trace has read besides its arguments
     rows: Mapping[str, Verdict | None] = field(default_factory=dict)  # dimension to be padded -> None when its rows are independent
     output_dims: tuple[Mapping[int, str], ...] = ()  # for each flat output the names of its dynamic dimensions
 
@@ -87,7 +88,7 @@ class CompilePlan:
             "template": self.template,
             "sources": [ref.to_json() for ref in self.sources],
             "written": list(self.written),
-            "reads": list(self.reads),
+            "guards": self.guards.to_json(),
             "rows": {name: verdict and verdict.to_json() for name, verdict in self.rows.items()},
             "output_dims": [[[dim, name] for dim, name in dims.items()] for dims in self.output_dims],
         }
@@ -105,7 +106,7 @@ class CompilePlan:
             template=data["template"],
             sources=tuple(SourceRef(*item) for item in data["sources"]),
             written=tuple(data["written"]),
-            reads=tuple(data["reads"]),
+            guards=GuardSet.from_json(data["guards"]),
             rows={name: verdict and Verdict.from_json(verdict) for name, verdict in data["rows"].items()},
             output_dims=tuple(dict(dims) for dims in data["output_dims"]),
         )

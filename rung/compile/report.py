@@ -16,9 +16,13 @@ class CompileReport:
     plan_key: str = ""
     source: str = ""  # "compiled" or "loaded"
     reason: str = ""  # why it was not loaded
+    retraced: str = ""  # what an earlier trace had read and was changed, which made this one necessary
     seconds: dict[str, float] = field(default_factory=dict)
     pieces: int = 0
     unique_pieces: int = 0
+    hit_pieces: int = 0  # of the unique pieces of a compile, those that the store had
+    piece_seconds: float = 0.0  # what compiling the unique pieces took, now or when they were stored
+    saved_seconds: float = 0.0  # of compiling, because of the store
     passes: list[dict[str, Any]] = field(default_factory=list)  # one a unique piece
 
     @contextmanager
@@ -29,3 +33,22 @@ class CompileReport:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def add_piece(self, seconds: float, *, hit: bool) -> None:
+        """Count a unique piece whose compile took `seconds`."""
+        self.piece_seconds += seconds
+        if hit:
+            self.hit_pieces += 1
+            self.saved_seconds += seconds
+
+    def __str__(self) -> str:
+        """What the store had, in words."""
+        saved = f", {self.saved_seconds:.1f} s saved" if self.saved_seconds else ""
+        why = f" ({self.reason})" if self.reason else ""
+        part = f", {self.hit_pieces} of {self.unique_pieces} pieces from the store" if self.cache == "partial" else ""
+        return f"{self.source}{part}{saved}{why}"
+
+    @property
+    def cache(self) -> str:
+        """What the store had. "hit": nothing was traced or compiled; "partial": some pieces came from the store; "miss"."""
+        return "hit" if self.source == "loaded" else "partial" if self.hit_pieces else "miss"

@@ -58,15 +58,6 @@ def _names(code: CodeType) -> set[str]:
     return {*code.co_names, *(name for inner in nested for name in _names(inner))}
 
 
-def mentioned_names(codes: Iterable[CodeType]) -> tuple[str, ...]:
-    """Every name and every identifier among the constants of traced functions: what a trace can have read is among them."""
-    found: set[str] = set()
-    for code in codes:
-        texts = {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
-        found |= _names(code) | texts
-    return tuple(sorted(found))
-
-
 def type_refs(template: Mapping[str, Any]) -> tuple[SourceRef, ...]:
     """References to the classes that a return template builds."""
     refs = []

@@ -168,7 +168,8 @@ def _is_impure(node: fx.Node) -> bool:
         return True
     if torch_compat.is_sym_int_node(node) or node.meta.get("example_value") is True:
         return False
-    return bool(node.is_impure()) or mutates(node)
+    schema = operator_schema(node.target)
+    return bool(node.is_impure()) or mutates(node) or (schema is not None and not schema.returns)
 
 
 def mutates(node: fx.Node) -> bool:

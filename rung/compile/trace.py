@@ -6,7 +6,7 @@ import inspect
 import re
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch import fx, nn
 
 from rung import torch_compat
 from rung.compile.arguments import replace_tensors
-from rung.compile.audit import FixedDimension, audit_symbols
-from rung.compile.effects import refuse_side_effects
+from rung.compile.audit import FixedDimension, audit_symbols, refuse_sizes_of_values
+from rung.compile.effects import net_effects, refuse_side_effects
+from rung.compile.guards import NO_GUARDS, GuardSet, Roots, collect_guards
 from rung.compile.paths import Path, parse_path
-from rung.compile.sources import SourceRef, mentioned_names, source_refs
+from rung.compile.sources import SourceRef, source_refs
 from rung.compile.template import Recorder, Template
 from rung.errors import DynamicShapeError, RungError, TraceError, UnsupportedModuleError
 
@@ -39,7 +40,7 @@ class TracedGraph:
     sources: tuple[SourceRef, ...]  # every function that was traced through
     unified: Mapping[str, str]  # name of a dimension -> the name that stands for it after unification
     bytecode: types.CodeType | None
-    reads: tuple[str, ...] = ()  # names that the traced functions mention
+    guards: GuardSet = NO_GUARDS  # what the trace has read besides its arguments
 
 
 def trace(function: Callable[..., Any], locals_: Mapping[str, Any], dynamic: DynamicDims, *, maximum: int | None = None) -> TracedGraph:
@@ -74,6 +75,7 @@ def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynami
     owner = getattr(function, "__self__", None)
     full = dict(example) if owner is None else {self_name(function): owner, **example}
     _check_reachable(inputs, full)
+    refuse_sizes_of_values(capture, _name(function))
     symbols, bounds, unified = audit_symbols(capture, inputs, dynamic, maximum, _name(function))
     template = _record_template(capture, function, inputs, full, args, kwargs, owner)
     return TracedGraph(
@@ -85,7 +87,7 @@ def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynami
         source_refs(capture.traced_code),
         unified,
         capture.bytecode,
-        mentioned_names(capture.traced_code),
+        collect_guards(capture.guards, Roots(function)),
     )
 
 
@@ -135,7 +137,7 @@ def _example_arguments(locals_: Mapping[str, Any], dynamic: DynamicDims, size: i
                 hint="count dimensions from 0; negative numbers are not accepted",
             )
         shape = [size if dim in dims else extent for dim, extent in enumerate(tensor.shape)]
-        stand_in = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+        stand_in = tensor.new_zeros(shape)
         for dim, symbol in dims.items():
             torch_compat.mark_unbacked(stand_in, dim, shape_id=symbol)
         example[argument] = stand_in
@@ -171,13 +173,16 @@ def _record_template(
     markers: list[Any] = [
         (1 << 40) + 7919 * i if torch_compat.is_sym_int_node(node) else torch.empty(0) for i, node in enumerate(output_node.args[0])
     ]
-    if capture.side_effects and not any("self" in source for source in capture.side_effects):
-        raise _side_effect_error(function, capture)
-    with refuse_side_effects(owner, _name(function)), torch.no_grad():
+    roots = Roots(function)
+    changed_objects = {source: roots.find(source) for source in capture.side_effects}
+    if any(found is None and "self" not in source for source, found in changed_objects.items()):
+        raise _side_effect_error(function, capture.side_effects)
+    with refuse_side_effects(owner, _name(function)), net_effects(changed_objects) as changed, torch.no_grad():
         call = capture.replay(lambda *_: list(markers))
         sample = call(*((owner,) if owner is not None else ()), *args, **kwargs)
-    if capture.side_effects:
-        raise _side_effect_error(function, capture)
+    changed += [source for source, found in changed_objects.items() if found is None]
+    if changed:
+        raise _side_effect_error(function, changed)
     recorder = Recorder(
         outputs={id(marker): i for i, marker in enumerate(markers) if isinstance(marker, torch.Tensor)},
         integers={marker: i for i, marker in enumerate(markers) if isinstance(marker, int)},
@@ -186,9 +191,9 @@ def _record_template(
     return recorder.record(sample)
 
 
-def _side_effect_error(function: Callable[..., Any], capture: torch_compat.Capture) -> UnsupportedModuleError:
+def _side_effect_error(function: Callable[..., Any], changed: Iterable[str]) -> UnsupportedModuleError:
     return UnsupportedModuleError(
-        f"{_name(function)} changes {', '.join(capture.side_effects)} while it runs; a compiled graph would do so only once",
+        f"{_name(function)} changes {', '.join(changed)} while it runs; a compiled graph would do so only once",
         hint="return the value instead, or update a registered buffer in place (buffer.copy_(...))",
     )
 

@@ -11,19 +11,20 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rung.cache import Store, key_of
-from rung.errors import ArtifactError, CacheError, KernelExportError
+from rung.cache import Manifest, Store, key_of
+from rung.errors import ArtifactError, CacheError, CacheMissError, KernelExportError
 from rung.launch.image import KernelImage
 from rung.launch.specialise import Specialisation
 from rung.launch.triton_export import export_triton
 from rung.torch_compat import TritonParameter, triton_parameters, triton_version
 
-_FORMAT = 1
+_FORMAT = 2
 _IMAGES = "kernels"
 _PARAMETERS = "kernel-parameters"
 
@@ -38,14 +39,19 @@ class TritonImages:
         self.unsaved = ""
         self._factors = {"format": _FORMAT, "module": module, "kernel": name, "source": _source_hash(module), "triton": triton_version()}
 
+    @property
+    def title(self) -> str:
+        return f"{self.module}:{self.name}"
+
     def parameters(self) -> tuple[TritonParameter, ...]:
         """The kernel's parameters."""
         key = key_of(self._factors)
-        if (found := self._read(lambda: self.store.get_manifest(_PARAMETERS, key))) is not None:
-            return tuple(TritonParameter(**parameter) for parameter in found["parameters"])
+        if (found := self._read(lambda: self.store.get(_PARAMETERS, key))) is not None:
+            return tuple(TritonParameter(**parameter) for parameter in found.data["parameters"])
         parameters = triton_parameters(self.kernel())
-        manifest = {"factors": self._factors, "parameters": [asdict(parameter) for parameter in parameters]}
-        self._write(lambda: self.store.put_manifest(_PARAMETERS, key, manifest))
+        data = {"parameters": [asdict(parameter) for parameter in parameters]}
+        manifest = Manifest(kind=_PARAMETERS, key=key, title=self.title, factors=self._factors, data=data)
+        self._write(lambda: self.store.put(manifest))
         return parameters
 
     def image(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> KernelImage:
@@ -63,6 +69,10 @@ class TritonImages:
         if found is not None:
             self.store_hits += 1
             return found
+        if self.store.require_hit:
+            why = self.store.explain_miss(_IMAGES, factors, title=self.title)
+            raise CacheMissError(f"kernel {self.title} would have to be compiled: {why}", hint="build it with `rung precompile`")
+        start = time.perf_counter()
         image = export_triton(
             self.kernel(),
             specialisation.kinds,
@@ -72,7 +82,8 @@ class TritonImages:
             capability=capability,
         )
         self.compiles += 1
-        self._write(lambda: self._keep(key, factors, image))
+        seconds = {"compile": time.perf_counter() - start}
+        self._write(lambda: self._keep(key, factors, image, seconds))
         return image
 
     def kernel(self) -> Any:
@@ -80,11 +91,12 @@ class TritonImages:
         return getattr(importlib.import_module(self.module), self.name)
 
     def _stored(self, key: str) -> KernelImage | None:
-        manifest = self.store.get_manifest(_IMAGES, key)
-        return None if manifest is None else KernelImage.from_bytes(self.store.get_blob(manifest["image"]))
+        manifest = self.store.get(_IMAGES, key)
+        return None if manifest is None else KernelImage.from_bytes(self.store.get_blob(manifest.blobs[0]))
 
-    def _keep(self, key: str, factors: Mapping[str, object], image: KernelImage) -> None:
-        self.store.put_manifest(_IMAGES, key, {"factors": dict(factors), "image": self.store.put_blob(image.to_bytes())})
+    def _keep(self, key: str, factors: Mapping[str, object], image: KernelImage, seconds: Mapping[str, float]) -> None:
+        blobs = (self.store.put_blob(image.to_bytes()),)
+        self.store.put(Manifest(kind=_IMAGES, key=key, title=self.title, factors=factors, data={}, blobs=blobs, seconds=seconds))
 
     def _read(self, get: Callable[[], Any]) -> Any:
         try:

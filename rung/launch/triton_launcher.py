@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from rung import config
-from rung.cache import Store
+from rung.cache import Store, open_store
 from rung.errors import KernelArgumentError, KernelExportError
 from rung.launch.driver import CudaDriver, Driver, Launcher, why_no_cuda_bindings
 from rung.launch.grid import checked_grid
@@ -57,7 +56,7 @@ class TritonLauncher:
 
     @functools.cached_property
     def images(self) -> TritonImages:
-        return TritonImages(self.module, self.name, self._store or Store(config.cache_dir()))
+        return TritonImages(self.module, self.name, self._store or open_store())
 
     @functools.cached_property
     def road(self) -> str:

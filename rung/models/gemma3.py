@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from rung.errors import ConfigError
@@ -94,8 +93,7 @@ class Gemma3RMSNorm(RMSNorm):
 
 class Gemma3MLP(LlamaMLP):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        projected: torch.Tensor = self.down_proj(F.gelu(gate, approximate="tanh") * up)
+        projected: torch.Tensor = self.down_proj(torch.ops.rung.gelu_and_mul(self.gate_up_proj(hidden)))
         return projected
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from rung.attention import Attention, AttentionSpec, Rotation
 from rung.models.config import LlamaConfig
 from rung.models.rope import RotaryEmbedding
-from rung.passes.ir import rms_norm as _rms_norm  # noqa: F401  registers torch.ops.rung.rms_norm
+from rung.passes import ir as _ir  # noqa: F401  registers torch.ops.rung.rms_norm and others
 
 
 class Linear(nn.Linear):
@@ -96,8 +95,7 @@ class LlamaMLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        projected: torch.Tensor = self.down_proj(F.silu(gate) * up)
+        projected: torch.Tensor = self.down_proj(torch.ops.rung.silu_and_mul(self.gate_up_proj(hidden)))
         return projected
 
 
@@ -148,4 +146,6 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size], in the model's dtype."""
-        return F.linear(hidden, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        logits: torch.Tensor = torch.ops.rung.linear(hidden, head.weight, None, "")
+        return logits

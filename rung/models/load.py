@@ -74,6 +74,12 @@ def resolve_path(path: str | Path) -> Path:
     raise UnknownModelError(f"the folder {str(path)!r} holds {found}", hint="give the path of one GGUF file, or of a transformers folder")
 
 
+def model_config(path: str | Path) -> LlamaConfig:
+    """The configuration of what `load_model` would load; weights are not read."""
+    place = resolve_path(path)
+    return GGUFSource(place).config if place.is_file() else config_from_transformers(read_json(place / "config.json"))
+
+
 def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
     source = GGUFSource(path)
     tokenizer = tokenizer_from_gguf(source.metadata)  # before the weights: it is quick and may refuse

@@ -1,7 +1,9 @@
-"""Replace IR ops by an implementation: today the native body, spliced into the graph so that Inductor fuses it with its neighbours."""
+"""Lower IR ops: to the provider that takes them, which stays an op of its own and chooses by the number of rows at each call, or to the
+native body, spliced into the graph so that Inductor fuses it with its neighbours."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,19 +14,26 @@ from rung.passes.ir import IR_OPS, IROp
 
 
 def lower(graph: fx.Graph, ops: Iterable[IROp] = IR_OPS) -> dict[str, int]:
-    """Lower every IR op in `graph`; returns how many of each were lowered."""
+    """Lower every IR op in `graph`; returns how many of each went where: "name" to its body, "name (provider: what it says)"."""
     table = {op.overload: op for op in ops}
     counts: dict[str, int] = {}
     for node in list(graph.nodes):
         op = table.get(node.target) if node.op == "call_function" else None
-        if op is not None:
+        if op is None:
+            continue
+        provider, _ = op.choose(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args))
+        if provider is None:
             inline(graph, node, op.body)
-            counts[op.name] = counts.get(op.name, 0) + 1
+            found = op.name
+        else:
+            values = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args)
+            found = f"{op.name} ({provider.name}: {provider.describe(*values)})"
+        counts[found] = counts.get(found, 0) + 1
     return counts
 
 
 def inline(graph: fx.Graph, node: fx.Node, body: Callable[..., Any]) -> None:
-    """Trace `body` over the node's fake values and splice the result in its place. The body returns one tensor."""
+    """Trace `body` over the node's fake values and splice the result in its place. The body returns a tensor or a tuple of them."""
     inputs = list(dict.fromkeys(arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, fx.Node)))
 
     def call(*values: Any) -> Any:
@@ -43,6 +52,12 @@ def inline(graph: fx.Graph, node: fx.Node, body: Callable[..., Any]) -> None:
             copies[inner] = graph.node_copy(inner, lambda used: copies[used])
             # the names in generated kernels and traces come from these
             copies[inner].meta |= {key: node.meta[key] for key in ("stack_trace", "original_aten", "nn_module_stack") if key in node.meta}
-    output = next(inner for inner in reversed(traced.graph.nodes) if inner.op == "output")
-    node.replace_all_uses_with(copies[output.args[0]])
+    result = next(inner for inner in reversed(traced.graph.nodes) if inner.op == "output").args[0]
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(copies[result])
+    else:
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(copies[result[user.args[1]]])
+            graph.erase_node(user)
     graph.erase_node(node)

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import fx
 
 from rung import torch_compat
 from rung.passes import ir, lowering
+from rung.passes.fused_ops import FUSED_OPS
+from rung.passes.ir import IR_OPS
+from rung.passes.report import NearMiss, PassOutcome
 
 
 class GraphPass(Protocol):
@@ -23,28 +27,63 @@ class GraphPass(Protocol):
 
     def uuid(self) -> str: ...
 
-    def run(self, graph: fx.Graph) -> dict[str, int]:
+    def run(self, graph: fx.Graph) -> Mapping[str, int] | PassOutcome:
         """Rewrite `graph` in place and return what was matched how often."""
         ...
 
 
 class PassManager:
-    """Runs passes over a piece and remembers what they did to it."""
+    """Runs passes over a piece and remembers what they did to it. `late` passes run behind lowering, on what Inductor will see."""
 
-    def __init__(self, passes: Sequence[GraphPass] = ()) -> None:
+    def __init__(self, passes: Sequence[GraphPass] = (), late: Sequence[GraphPass] = ()) -> None:
         self.passes = tuple(passes)
-        self.report: dict[str, dict[str, int]] = {}
+        self.late = tuple(late)
+        self.report: dict[str, Any] = {}
+        self.near_misses: list[NearMiss] = []
+
+    def fresh(self) -> PassManager:
+        """The same passes, for another piece."""
+        return PassManager(self.passes, self.late)
 
     def uuid(self, tag: str = "") -> str:
         """Identity of everything this manager may do to a graph; `tag` separates pieces that Inductor's own key does not."""
-        sources = [inspect.getsource(lowering), *(inspect.getsource(inspect.getmodule(op.body) or ir) for op in ir.IR_OPS)]
-        parts = [tag, *sources, *(f"{item.name}:{item.uuid()}" for item in self.passes)]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        sources = [inspect.getsource(lowering), *(inspect.getsource(inspect.getmodule(op.body) or ir) for op in (*IR_OPS, *FUSED_OPS))]
+        parts = [tag, *sources, *(f"{item.name}:{item.uuid()}" for item in self.passes), "late"]
+        return hashlib.sha256("\0".join([*parts, *(f"{item.name}:{item.uuid()}" for item in self.late)]).encode()).hexdigest()
+
+    def check(self) -> None:
+        """Let every pass that can prove itself do so, before a piece is changed. Raises `PassError`."""
+        for item in (*self.passes, *self.late):
+            check = getattr(item, "check", None)
+            if check is not None:
+                check()
 
     def run(self, graph: fx.Graph) -> None:
-        report = {item.name: item.run(graph) for item in self.passes}
-        self.report = report | {"lowering": lowering.lower(graph)}
+        self.near_misses = []
+        report: dict[str, Any] = {item.name: self._run(item, graph) for item in self.passes}
+        report["lowering"] = lowering.lower(graph, (*IR_OPS, *FUSED_OPS))
+        self.report = report | {item.name: self._run(item, graph) for item in self.late}
 
-    def inductor_options(self, tag: str = "") -> dict[str, Any]:
-        """Inductor settings that install this manager."""
+    def _run(self, item: GraphPass, graph: fx.Graph) -> dict[str, int]:
+        outcome = item.run(graph)
+        if isinstance(outcome, PassOutcome):
+            self.near_misses += outcome.near_misses
+            return dict(outcome.matches)
+        return dict(outcome)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report that is kept with the artifact: counts by pass, and near misses where there are any."""
+        missed = [miss.as_json() for miss in self.near_misses]
+        return self.report | ({"near_misses": missed} if missed else {})
+
+    def inductor_options(self, tag: str = "", *, stop: bool = False) -> dict[str, Any]:
+        """Inductor settings that install this manager. With `stop` no cache of Inductor's serves the piece, and `StopCompile` is raised
+        once the passes have run."""
+
+        def run_and_stop(graph: fx.Graph) -> None:
+            self.run(graph)
+            raise torch_compat.StopCompile
+
+        if stop:
+            return {torch_compat.PASS_OPTION: torch_compat.graph_pass(run_and_stop, uuid.uuid4().bytes)}
         return {torch_compat.PASS_OPTION: torch_compat.graph_pass(self.run, self.uuid(tag).encode())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,15 +131,24 @@ def build_engine(
 
 
 def compile_model(
-    module: nn.Module, device: torch.device, max_num_tokens: int, counters: Counters
+    module: nn.Module, device: torch.device, max_num_tokens: int, counters: Counters, **options: Any
 ) -> tuple[CompiledFunction, CompileReport]:
-    """Compile `module.forward(input_ids, positions)` with a dynamic token dimension; takes (input_ids int32, positions int64)."""
-    config = CompileConfig(dynamic={"input_ids": {0: DIM}, "positions": {0: DIM}}, maximum=max_num_tokens)
+    """Compile `module.forward(input_ids, positions)` with a dynamic token dimension; takes (input_ids int32, positions int64).
+    `options` are further fields of the `CompileConfig`."""
+    return compile_example(module, example_inputs(device), max_num_tokens, counters, **options)
+
+
+def example_inputs(device: torch.device) -> dict[str, torch.Tensor]:
+    """Arguments of a model's `forward`, by name."""
+    return {"input_ids": torch.zeros(2, dtype=torch.int32, device=device), "positions": torch.arange(2, device=device)}
+
+
+def compile_example(
+    module: nn.Module, example: Mapping[str, torch.Tensor], max_num_tokens: int, counters: Counters, **options: Any
+) -> tuple[CompiledFunction, CompileReport]:
+    """As `compile_model`, for given `example_inputs`."""
+    config = CompileConfig(dynamic={"input_ids": {0: DIM}, "positions": {0: DIM}}, maximum=max_num_tokens, **options)
     entry = Entry(module.forward, config, counters)
-    example = {
-        "input_ids": torch.zeros(2, dtype=torch.int32, device=device),
-        "positions": torch.arange(2, device=device),
-    }
     with torch.no_grad():
         variant = entry.variant(example)
     return variant.compiled, variant.report

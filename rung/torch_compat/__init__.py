@@ -17,7 +17,7 @@ from rung.torch_compat.capture import (
     readable,
     where_fixed,
 )
-from rung.torch_compat.compiler import compile_lock, quiet_compiler
+from rung.torch_compat.compiler import compile_lock, import_inductor, import_tracer, quiet_compiler
 from rung.torch_compat.dispatch import (
     OpOverload,
     TorchDispatchMode,
@@ -35,6 +35,7 @@ from rung.torch_compat.dispatch import (
     tree_leaves,
 )
 from rung.torch_compat.fresh_symbols import FreshSymbols
+from rung.torch_compat.guards import DynamoGuard, function_modes, global_hooks, has_function_modes
 from rung.torch_compat.inductor import (
     artifact_source,
     compile_piece,
@@ -44,7 +45,8 @@ from rung.torch_compat.inductor import (
     serialize_artifact,
 )
 from rung.torch_compat.keys import device_factors, toolchain_factors
-from rung.torch_compat.passes import PASS_OPTION, graph_pass, trace_body
+from rung.torch_compat.passes import PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
+from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
 from rung.torch_compat.sizes import (
     bounding_constant,
@@ -71,11 +73,14 @@ from rung.torch_compat.user_code import is_user_file, place
 __all__ = [
     "Capture",
     "CompiledTriton",
+    "DynamoGuard",
     "FreshSymbols",
+    "GPUS",
     "NoTensorOpsError",
     "OpOverload",
     "PASS_OPTION",
     "PROBES",
+    "StopCompile",
     "TorchDispatchMode",
     "TritonParameter",
     "artifact_source",
@@ -90,22 +95,30 @@ __all__ = [
     "end_allocation_to_pool",
     "evaluate_size",
     "free_symbols",
+    "function_modes",
     "generator_key",
+    "global_hooks",
+    "has_function_modes",
     "in_dispatch_mode",
     "graph_pass",
+    "import_inductor",
+    "import_tracer",
     "is_capture_error",
+    "is_fake",
     "is_python_op",
     "is_size_decision",
     "is_user_file",
     "place",
     "is_sym_int_node",
     "map_tensors",
+    "may_return_view",
     "no_dispatch_modes",
     "mark_unbacked",
     "missing_apis",
     "needs_size_asserts",
     "node_location",
     "occupy_stream",
+    "pretend_cuda",
     "quiet_compiler",
     "raw_callable",
     "raw_stream_calls",
@@ -118,6 +131,7 @@ __all__ = [
     "symbol_of",
     "toolchain_factors",
     "trace_body",
+    "trace_example",
     "tree_leaves",
     "triton_interpreted",
     "triton_parameters",
@@ -125,5 +139,7 @@ __all__ = [
     "unproved_relations",
     "upper_bound",
     "where_fixed",
+    "why_no_pretending",
     "why_no_triton_export",
+    "without_memory",
 ]

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rung.torch_compat.compiler import compile_lock
+from rung.torch_compat.guards import DynamoGuard, dynamo_guards
 from rung.torch_compat.user_code import is_user_file, place
 
 
@@ -27,6 +28,7 @@ class Capture:
     shape_env: Any
     traced_code: list[types.CodeType]
     bytecode: types.CodeType  # what Dynamo would run in place of the function
+    guards: list[DynamoGuard]  # what the trace has read of the program
     side_effects: tuple[str, ...]  # what the bytecode changes beside calling the graph: Dynamo's source expressions
     replay: Callable[[Callable[..., Any]], Callable[..., Any]]  # compiled_fn -> a callable that runs that bytecode around it
 
@@ -63,6 +65,7 @@ def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         shape_env=captured.backend_input.fake_mode.shape_env,
         traced_code=list(output.traced_code or ()),
         bytecode=output.bytecode,
+        guards=dynamo_guards(output.output_graph),
         side_effects=tuple(side_effects),
         replay=lambda compiled: captured.forward_callable(compiled_fn=compiled, extra_globals=output.f_globals),
     )
@@ -90,9 +93,13 @@ def _side_effects() -> Iterator[list[str]]:
         text = str(warning.message)
         if "certain side effects happened" in text:
             listed = text.partition(": [")[2].removesuffix("]")
-            found += listed.split(", ") if listed else [text]
+            found += [_unquoted(item) for item in listed.split(", ")] if listed else [text]
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
 def _source_name(source: Any) -> str:

@@ -6,8 +6,20 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 
 compile_lock = threading.RLock()  # torch's compiler and its configuration are process-wide: one compile at a time
+
+
+def import_tracer() -> None:
+    """Load Dynamo, which takes seconds, so that the time is not taken for that of the first trace."""
+    import_module("torch._dynamo.convert_frame")
+
+
+def import_inductor() -> None:
+    """Load what the first piece would load."""
+    import_module("torch._inductor.compile_fx")
+    import_module("torch._inductor.standalone_compile")
 
 
 @contextlib.contextmanager

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 PASS_OPTION = "post_grad_custom_pre_pass"  # fusions must run before Inductor turns mm + add into addmm
+
+
+class StopCompile(BaseException):
+    """Raised by a pass to end a compile behind it. No `Exception`: Inductor would wrap that."""
 
 
 def graph_pass(function: Callable[[fx.Graph], None], uuid: bytes) -> Any:
@@ -35,3 +39,21 @@ def trace_body(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphM
         traced: fx.GraphModule = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*values)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+def trace_example(function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+    """Trace `function` over the layouts of real tensors, as `trace_body`; placeholders are called like the tensors."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in tensors.values()]
+    traced = trace_body(function, fakes)
+    for node, name in zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True):
+        node.name = name
+    return traced
+
+
+def may_return_view(op: Any) -> bool:
+    """Whether an op may hand back its argument although its schema does not say so, as `reshape` does: a composition of others."""
+    kernel_exists: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    return not op.is_view and bool(kernel_exists(op.name(), "CompositeImplicitAutograd"))

@@ -25,6 +25,7 @@ PROBES = (
     "torch._inductor.codecache.torch_key",
     "torch._inductor.config.save_config_portable",
     "torch._C._len_torch_dispatch_stack",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch.utils._python_dispatch._disable_current_modes",
     "torch.cuda._sleep",
 )

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rung.attention.backends.triton_paged import TritonPaged, plan_launch, query_blocks, why_no_triton, zero_padded_rows_triton
-from tests.attention.cases import LENGTHS, NAN, T13_SLOTS, check_writes_only_its_slots, make_batch, make_spec
+from rung.attention.backends.launch_plan import Launch, padded, plan_launch, query_blocks
+from rung.attention.backends.triton_paged import TritonPaged, why_no_triton, zero_padded_rows_triton
+from tests.attention.cases import LENGTHS, NAN, T13_SLOTS, Batch, check_writes_only_its_slots, make_batch, make_spec
 
 CPU = torch.device("cpu")
 runs = pytest.mark.skipif(why_no_triton(CPU) is not None, reason="needs Triton's interpreter (TRITON_INTERPRET=1)")
@@ -26,20 +27,67 @@ def test_ragged_batch_equals_oracle(lengths: list[tuple[int, int]]) -> None:
 def test_long_keys_are_split_and_joined() -> None:
     batch = make_batch(make_spec(4, 1), [(1, 300), (1, 5), (0, 9), (1, 129)], padded_requests=1, padded_rows=2).without_host()
     launch = plan_launch(
-        batch.spec, num_tokens=5, num_requests=5, max_query_len=1, max_seq_len=batch.metadata.max_seq_len, processors=40, element_size=4
+        batch.spec,
+        num_tokens=5,
+        num_requests=5,
+        max_query_len=1,
+        max_seq_len=batch.metadata.max_seq_len,
+        block_size=16,
+        processors=5,
+        element_size=4,
     )
     assert launch.splits == 3
     batch.check(TritonPaged(batch.spec, launch), 1e-5)
 
 
 @runs
-@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("kind", ["chunked", "mixed"])
-def test_splits_with_several_rows_a_program(kind: str, window: int | None) -> None:
-    batch = make_batch(make_spec(window=window), LENGTHS[kind], padded_rows=2).without_host()
+def test_splits_with_several_rows_a_program(kind: str) -> None:
+    batch = make_batch(make_spec(2, 1), LENGTHS[kind], padded_rows=2).without_host()
     size = {"num_tokens": batch.query.shape[0], "num_requests": batch.metadata.num_requests}
-    launch = plan_launch(batch.spec, **size, max_query_len=33, max_seq_len=48, processors=1, element_size=4)
+    launch = plan_launch(batch.spec, **size, max_query_len=33, max_seq_len=48, block_size=16, processors=1, element_size=4)
     batch.check(TritonPaged(batch.spec, replace(launch, splits=3)), 1e-5)
+
+
+FIRST_CHUNKS = [(1, 0), (17, 0), (0, 0), (40, 0)]
+
+
+@runs
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, 5.0)])
+@pytest.mark.parametrize("block_size", [16, 64])  # several pages a tile, and one
+def test_tiles_of_several_pages_and_of_one(window: int | None, cap: float | None, block_size: int) -> None:
+    lengths = [(1, 40), (9, 60)]
+    batch = make_batch(make_spec(2, 1, window=window, cap=cap), lengths, block_size=block_size, padded_rows=2).without_host()
+    launch = Launch(block_q=8, block_m=16, block_n=32, splits=2, num_warps=4, num_stages=3)
+    batch.check(TritonPaged(batch.spec, launch), 1e-5)
+
+
+def given_keys(batch: Batch, backend: TritonPaged) -> torch.Tensor:
+    """Attention over a cache that holds NaN where this step's keys would be."""
+    out = torch.full_like(batch.query, NAN)
+    backend.forward_given_keys(batch.query, batch.key, batch.value, batch.cache, out, batch.metadata)
+    return out
+
+
+@runs
+@pytest.mark.parametrize(("window", "cap", "head_size"), [(None, None, 16), (20, 5.0, 40)])
+def test_first_chunks_are_read_from_the_flat_batch(window: int | None, cap: float | None, head_size: int) -> None:
+    batch = make_batch(make_spec(2, 1, head_size, window=window, cap=cap), FIRST_CHUNKS, padded_requests=1, padded_rows=3)
+    out, actual = given_keys(batch, TritonPaged(batch.spec)), batch.num_actual_tokens
+    assert float((out[:actual] - batch.expected[:actual]).norm() / batch.expected.norm()) < 1e-5
+    assert bool((out[actual:] == 0).all())
+
+
+@runs
+@pytest.mark.parametrize("without_host", [False, True])
+def test_other_batches_are_read_from_the_cache(without_host: bool) -> None:
+    """This step's keys are not in the cache, so a wrong result shows that it was read: with a history, and where the host does not know."""
+    batch = make_batch(make_spec(2, 1), FIRST_CHUNKS if without_host else [(1, 20), (4, 0)])
+    batch = batch.without_host() if without_host else batch
+    for store in (batch.cache.key, batch.cache.value):
+        store.nan_to_num_(nan=9.0)
+    out = given_keys(batch, TritonPaged(batch.spec))[: batch.num_actual_tokens]
+    assert not float((out - batch.expected[: batch.num_actual_tokens]).norm() / batch.expected.norm()) < 0.1
 
 
 @runs
@@ -91,22 +139,61 @@ def test_padded_rows_are_zeroed_alone() -> None:
     assert out[4:].eq(0).all()
 
 
+def plan(batch: int, query_len: int, context: int, *, block_size: int = 16, heads: tuple[int, int, int] = (32, 8, 128)) -> Launch:
+    return plan_launch(
+        make_spec(*heads),
+        num_tokens=batch * query_len,
+        num_requests=batch,
+        max_query_len=query_len,
+        max_seq_len=context,
+        block_size=block_size,
+        processors=132,
+    )
+
+
 @pytest.mark.parametrize("batch", [1, 8, 64, 256])
 @pytest.mark.parametrize("max_seq_len", [128, 1024, 8192, 131072])
 def test_decode_launch_fills_the_device_and_no_more(batch: int, max_seq_len: int) -> None:
-    launch = plan_launch(
-        make_spec(32, 8, 128), num_tokens=batch, num_requests=batch, max_query_len=1, max_seq_len=max_seq_len, processors=132
-    )
+    launch = plan(batch, 1, max_seq_len)
     assert launch.block_q == 1
     assert launch.splits == 1 or batch * 8 * launch.splits <= 264
     assert launch.splits * 128 <= max(128, max_seq_len)
 
 
+@pytest.mark.parametrize(("batch", "block_n", "num_warps", "splits"), [(1, 64, 4, 33), (8, 64, 4, 4), (64, 32, 2, 1), (256, 64, 4, 1)])
+def test_decodes_that_fit_in_a_smaller_size_are_smaller(batch: int, block_n: int, num_warps: int, splits: int) -> None:
+    launch = plan(batch, 1, 8192)
+    assert (launch.block_n, launch.num_warps, launch.splits) == (block_n, num_warps, splits)
+
+
+def test_small_heads_are_split_further() -> None:
+    assert plan(64, 1, 1024, heads=(9, 3, 64)).splits == 2
+    assert plan(64, 1, 1024, heads=(9, 3, 128)).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("block_size", "tile"), [(0, (128, 64, 8)), (16, (128, 32, 8)), (64, (64, 64, 4)), (256, (64, 64, 4)), (48, (128, 32, 8))]
+)
+def test_prefill_tiles_follow_the_pages(block_size: int, tile: tuple[int, int, int]) -> None:
+    launch = plan(1, 4096, 4096, block_size=block_size)
+    assert (launch.block_m, launch.block_n, launch.num_warps) == tile
+    assert launch.block_q * 4 == launch.block_m
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("query_len", [1, 4, 16, 4096])
+def test_tiles_fit_in_shared_memory(head_size: int, query_len: int) -> None:
+    for block_size in (0, 16, 64, 256):
+        launch = plan(1, query_len, 4096, block_size=block_size, heads=(8, 2, head_size))
+        columns = padded(head_size)
+        assert 2 * columns * (launch.block_m + 2 * launch.num_stages * launch.block_n) <= 227 << 10
+
+
 def test_query_blocks_cover_every_batch() -> None:
     for query_lens in ([1, 1, 1], [17, 0, 33], [16, 16], [0, 0, 5], [64]):
-        for padded in (0, 1, 15, 40):
-            needed = sum(-(-length // 16) for length in [*query_lens, padded])
-            assert query_blocks(sum(query_lens) + padded, len(query_lens), 16) >= needed
+        for rows in (0, 1, 15, 40):
+            needed = sum(-(-length // 16) for length in [*query_lens, rows])
+            assert query_blocks(sum(query_lens) + rows, len(query_lens), 16) >= needed
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

@@ -22,6 +22,15 @@ class MixesRows(Scale):
         return self.linear(x) - x.mean(dim=0)
 
 
+class Normed(Scale):
+    """A norm, and one that almost is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        x = self.linear.bias * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+        return self.linear.bias * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-5))
+
+
 class Prints(Scale):
     """Cannot be traced."""
 

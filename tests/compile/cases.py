@@ -10,7 +10,7 @@ import inspect
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
@@ -70,13 +70,17 @@ def bound(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
 
 
 def uncompiled(
-    function: Callable[..., Any], *args: Any, dynamic: Mapping[str, Mapping[int, str]] | None = None, pad: Sequence[str] = ()
+    function: Callable[..., Any],
+    *args: Any,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    pad: Sequence[str] = (),
+    split_ops: Collection[str] = TOY_OPS,
 ) -> tuple[CompiledFunction, SplitGraph]:
     """The plan of `function` bound to pieces that run as FX graphs; call it with tensors in the order of `input_names`."""
     traced = trace(function, bound(function, args), {"x": {0: "rows"}} if dynamic is None else dynamic)
     rows = prove_rows(traced.graph_module, traced.symbols, traced.bounds, pad)
     names = output_dims(traced.graph_module, traced.symbols)
-    graph = build_steps(traced, TOY_OPS)
+    graph = build_steps(traced, split_ops)
     owner = getattr(function, "__self__", None)
     tensors = [(path, value) for path, value in leaves(bound(function, args)) if isinstance(value, torch.Tensor)]
     plan = CompilePlan(

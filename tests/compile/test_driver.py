@@ -14,7 +14,6 @@ import torch
 
 import rung
 from rung.cache import Store
-from rung.compile.piece_compiler import PieceCompiler
 from rung.counters import Count
 from rung.errors import CacheError
 from tests.compile.cases import Block, Net, Stack, assert_same, run_python
@@ -108,7 +107,7 @@ def test_damaged_piece_manifest_is_built_again(store: Path, eager: Net) -> None:
     shutil.rmtree(store / "plans")
     next((store / "pieces").iterdir()).write_text("{}")
     module = wrapped(copy.deepcopy(eager))
-    with pytest.warns(RuntimeWarning, match="manifest has no 'blob'"):
+    with pytest.warns(RuntimeWarning, match=r"manifest pieces/\w+ is damaged"):
         run_once(module, eager)
     assert module.rung.counters[Count.INDUCTOR_COMPILES] == 1
 
@@ -121,13 +120,6 @@ def test_store_that_cannot_be_written_warns_and_the_run_is_right(monkeypatch: py
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         handle = run_once(wrapped(copy.deepcopy(eager)), eager)
     assert handle.counters[Count.ARTIFACT_WRITES] == 0
-
-
-@pytest.mark.parametrize("factor", ["torch", "python", "device", "passes"])
-def test_another_toolchain_is_a_miss(factor: str, store: Path, eager: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = PieceCompiler.code_factors
-    monkeypatch.setattr(PieceCompiler, "code_factors", lambda self, device: {**original(self, device), factor: "other"})
-    assert run_once(wrapped(copy.deepcopy(eager)), eager).counters[Count.PLAN_MISSES] == 1
 
 
 def test_seconds_of_each_phase_are_reported(eager: Net) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rung.compile.effects import refuse_side_effects
+from rung.compile.trace import trace
 from rung.errors import UnsupportedModuleError
 from tests.compile.cases import Child
 
@@ -52,3 +53,35 @@ def test_update_in_place_is_no_change_of_an_attribute() -> None:
 def test_function_has_no_attributes() -> None:
     with refuse_side_effects(None, "function"):
         pass
+
+
+class Ambient:
+    """A context variable as libraries make them traceable: an attribute that is set and reset."""
+
+    def __init__(self) -> None:
+        self.value: int | None = None
+
+
+AMBIENT = Ambient()
+
+
+def sets_and_resets(x: torch.Tensor) -> torch.Tensor:
+    AMBIENT.value = 1
+    y = x + AMBIENT.value
+    AMBIENT.value = None
+    return y
+
+
+def only_sets(x: torch.Tensor) -> torch.Tensor:
+    AMBIENT.value = 1
+    return x + AMBIENT.value
+
+
+def test_what_is_set_and_reset_is_no_side_effect() -> None:
+    assert trace(sets_and_resets, {"x": torch.ones(2)}, {}).inputs
+
+
+def test_what_stays_set_is_refused_and_put_back() -> None:
+    with pytest.raises(UnsupportedModuleError, match="AMBIENT"):
+        trace(only_sets, {"x": torch.ones(2)}, {})
+    assert AMBIENT.value is None

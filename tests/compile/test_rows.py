@@ -14,7 +14,7 @@ from torch import nn
 from rung.compile.rows import Verdict, output_dims, prove_rows
 from rung.compile.trace import trace
 from rung.graphs import BufferSpec, check_padding
-from rung.passes.ir import rms_norm
+from rung.passes.ir import linear, norm_linear, rms_norm, silu_and_mul
 from tests.compile.cases import bound, double
 
 Function = Callable[..., Any]
@@ -48,6 +48,7 @@ PROVED: dict[str, Function] = {
     "einsum": lambda x: torch.einsum("bi,bj->bij", x, x),
     "norms": lambda x: F.group_norm(F.layer_norm(F.normalize(x, dim=1), (4,)), 2),
     "rms_norm": lambda x: rms_norm(x, torch.ones(4), 1e-5),
+    "joined products": lambda x: silu_and_mul(linear(norm_linear(x, torch.ones(4), 1e-5, torch.ones(6, 4)), torch.ones(8, 6))),
     "softmax": lambda x: x.softmax(-1).log_softmax(1),
     "reductions": lambda x: (x.mean(1), x.var(-1), x.max(1).values, x.argmin(1), x.logsumexp(1), x.norm(dim=1), (x > 0).any(1)),
     "along": lambda x: (x.cumsum(1), x.sort(1).values, x.flip(1), x.roll(1, 1), x.topk(2, 1).indices),

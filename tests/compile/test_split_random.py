@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import rung
 from tests.compile.cases import uncompiled
 
 ops = torch.ops.rungtest
@@ -68,6 +69,33 @@ def _size(values: Values, pick: int, other: int) -> None:
     values.append(values[pick] * (values[other].shape[0] + 1))
 
 
+@rung.eager_break(out="x")
+def on_the_host(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return torch.from_numpy(x.numpy() * factor)
+
+
+@rung.eager_break(out="x")
+def handed_back(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@rung.eager_break(mutates=("x",))
+def written_between(x: torch.Tensor, y: torch.Tensor) -> None:
+    x.add_(y)
+
+
+def _eager_break(values: Values, pick: int, other: int) -> None:
+    values.append(on_the_host(values[pick], 0.5 + other % 3))
+
+
+def _eager_identity(values: Values, pick: int, other: int) -> None:
+    values.append(handed_back(values[pick]))
+
+
+def _eager_write(values: Values, pick: int, other: int) -> None:
+    written_between(values[pick], values[other] * 0.5)
+
+
 MOVES: list[Callable[[Values, int, int], None]] = [
     _unary,
     _binary,
@@ -82,6 +110,9 @@ MOVES: list[Callable[[Values, int, int], None]] = [
     _split_write_over,
     _tuple,
     _size,
+    _eager_break,
+    _eager_identity,
+    _eager_write,
 ]
 
 

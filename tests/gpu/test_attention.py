@@ -75,6 +75,45 @@ def test_shapes(kind: str, heads: int, kv_heads: int, head_size: int, block_size
     batch.without_host().check(TritonPaged(spec), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("block_size", [0, 16, 64, 256])  # 0: first chunks from the flat batch
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 80), (4, 2, 96), (8, 2, 128), (4, 2, 256)], ids=str)
+def test_prompts_in_every_layout(heads: tuple[int, int, int], block_size: int) -> None:
+    """Heads of all sizes over one page a tile, several, and none; with a window and a soft cap, and without."""
+    lengths = [(300, 0), (1, 0), (77, 0)] if block_size == 0 else [(300, 0), (1, 500), (77, 200)]
+    for window, cap in ((None, None), (100, 5.0)):
+        spec = make_spec(*heads, window=window, cap=cap)
+        batch = make_batch(
+            spec, lengths, block_size=block_size or 16, dtype=torch.bfloat16, device="cuda", padded_requests=1, padded_rows=3
+        )
+        backend = TritonPaged(spec)
+        if block_size:
+            batch.without_host().check(backend, TOLERANCE[torch.bfloat16])
+            continue
+        out = torch.full_like(batch.query, NAN)  # the cache holds NaN
+        backend.forward_given_keys(batch.query, batch.key, batch.value, batch.cache, out, batch.metadata)
+        found, actual = out.double().cpu(), batch.num_actual_tokens
+        assert float((found[:actual] - batch.expected[:actual]).norm() / batch.expected.norm()) < TOLERANCE[torch.bfloat16]
+        assert bool((found[actual:] == 0).all())
+
+
+def test_first_chunks_of_a_fused_projection_are_read_where_they_are() -> None:
+    spec = make_spec(8, 2, 128)
+    batch = make_batch(spec, [(130, 0), (3, 0)], dtype=torch.bfloat16, device="cuda")
+    query, key, value = torch.cat([batch.query, batch.key, batch.value], dim=1).split([8, 2, 2], dim=1)
+    out = torch.full_like(batch.query, NAN)
+    TritonPaged(spec).forward_given_keys(query, key, value, batch.cache, out, batch.metadata)
+    assert float((out.double().cpu() - batch.expected).norm() / batch.expected.norm()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("batch_size", [2, 80, 200])  # split keys, small programs, large ones
+@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128), (16, 4, 256)], ids=str)
+def test_decodes_of_every_size(heads: tuple[int, int, int], batch_size: int) -> None:
+    spec = make_spec(*heads)
+    lengths = [(1, (i * 131) % 700) for i in range(batch_size)]
+    batch = make_batch(spec, lengths, dtype=torch.bfloat16, device="cuda", padded_requests=1, padded_rows=1).without_host()
+    batch.check(TritonPaged(spec), TOLERANCE[torch.bfloat16])
+
+
 @pytest.mark.parametrize("backend", [TritonPaged, FlashAttention3], ids=lambda backend: backend.name)
 @pytest.mark.parametrize(("window", "cap"), [(256, None), (None, 5.0)])
 @pytest.mark.parametrize("kind", ["64 decodes", "mixed"])
@@ -331,7 +370,7 @@ def test_changing_counts_compile_nothing() -> None:
 
 def test_selection_names_its_reason() -> None:
     spec = make_spec(8, 2, 128)
-    backend, reason = select_backend(spec, torch.bfloat16, torch.device("cuda"), 16)  # heads of 128
+    backend, reason = select_backend(spec, torch.bfloat16, torch.device("cuda"), 16)
     wanted = "triton_paged" if FlashAttention3.why_not(spec, torch.bfloat16, torch.device("cuda"), 16) else "flash_attn"
     assert backend.name == wanted
     assert reason.startswith(f"{wanted}: first that can serve the layer on cuda")

@@ -14,7 +14,7 @@ import torch
 from rung.errors import UnknownModelError
 from rung.graphs import Dispatch, GraphMode, Reason, Shape, exact
 from rung.models import LoadedModel, find_quickstart, load_model, random_model
-from rung.runner import ModelRunner, NewRequest, RunnerConfig, SamplingParams, StepPlan, build_engine, build_runner
+from rung.runner import Completion, ModelRunner, NewRequest, RunnerConfig, SamplingParams, StepPlan, build_engine, build_runner
 from rung.runner.batch import gather_batch
 from rung.runner.graph_forward import GraphForward
 from tests.gpu.sync_debug import no_waiting
@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MAX_REQUESTS = 512
 # bf16 through 30 layers; kernels differ between sizes (cuBLAS picks by size), so rows agree within rounding only
 RELATIVE_ERROR = 2e-2
+BF16_NEAR_TIE = 0.2  # logits about 20 are 0.125 apart in bf16
 
 
 @pytest.fixture(autouse=True)
@@ -175,18 +176,22 @@ def chat_prompts(count: int) -> list[list[int]]:
 
 
 def test_smollm2_answers_alike_in_every_mode() -> None:
+    """In bf16, where kernels differ between sizes, a mode may leave the text of no graphs only where the two best tokens nearly tie."""
     loaded = smollm2(torch.bfloat16)
-    texts = []
+    answers: list[list[Completion]] = []
     for graphs in ("none", "piecewise", "full_and_piecewise"):
         config = RunnerConfig(max_num_requests=8, max_num_tokens=512, max_model_len=512, num_blocks=300, graphs=graphs)
         engine, made, _ = build_engine(loaded.module, config, tokenizer=loaded.tokenizer)
-        completions = engine.generate(chat_prompts(5), SamplingParams(temperature=0.0, max_tokens=40))
-        texts.append([completion.text for completion in completions])
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2 if graphs == "none" else None)
+        answers.append(engine.generate(chat_prompts(5), params))
         print(graphs, {name: count for name, count in made.counters.items() if name.startswith("step.")})
-    for text in texts[0]:
-        print(repr(text))
-    assert texts[0] == texts[1] == texts[2]
-    assert all(len(text.split()) > 3 for text in texts[0])
+    reference = [(list(answer.token_ids), [token.top[0][1] - token.top[1][1] for token in answer.logprobs or ()]) for answer in answers[0]]
+    assert all(len(set(tokens)) > 3 for tokens, _ in reference)
+    for mode in answers[1:]:
+        found = divergences([answer.token_ids for answer in mode], reference)
+        print("divergences", found)
+        assert len(found) < len(reference)
+        assert [item for item in found if item.gap >= BF16_NEAR_TIE] == []
 
 
 def first_logits(dtype: torch.dtype, *, eager: bool) -> torch.Tensor:

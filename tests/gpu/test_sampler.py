@@ -9,7 +9,7 @@ import torch
 from rung.models import random_model
 from rung.runner import Engine, FinishReason, ModelRunner, RunnerConfig, SamplingParams, build_engine
 from rung.runner.ops import TorchStepOps, TritonStepOps
-from rung.runner.sampler.logprobs import gather_logprobs
+from rung.runner.ops.sample_base import RowFilters
 from tests.gpu.sync_debug import no_waiting
 from tests.runner.decode_worlds import HISTORY, SLOTS, DecodeWorld, draw
 from tests.runner.grammars import OneOf
@@ -74,13 +74,41 @@ def test_a_pick_outside_of_a_graph_is_that_of_the_graph() -> None:
 def test_logprobs_and_ties() -> None:
     logits = torch.randn(33, 49152, generator=torch.Generator().manual_seed(0)).mul(3).bfloat16()  # many are equal
     tokens = logits.argmax(-1)
-    found = gather_logprobs(logits.cuda(), tokens.cuda(), 20)
+    ops = TritonStepOps().sampling
+    found = ops.logprobs(logits.cuda(), tokens.cuda(), 20)
     exact = logits.double().log_softmax(-1)
     assert torch.allclose(found.logprobs.cpu().double(), exact.gather(1, tokens[:, None])[:, 0], atol=1e-5)
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :20]
     assert torch.equal(found.top_ids.cpu(), order)
-    alone = gather_logprobs(logits[5:6].cuda(), tokens[5:6].cuda(), 3)
+    alone = ops.logprobs(logits[5:6].cuda(), tokens[5:6].cuda(), 3)
     assert torch.equal(alone.top_ids[0], found.top_ids[5, :3])
+    assert torch.equal(found.ranks.cpu(), (logits >= logits.gather(1, tokens[:, None])).sum(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1500, 49152, 128256])
+def test_filters_equal_the_torch_twin(dtype: torch.dtype, vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    scores = torch.from_numpy(rng.standard_normal((64, vocab)).astype(np.float32) * 3).to(dtype)
+    scores[5], scores[6, 7], scores[7, 9:] = -torch.inf, torch.nan, -torch.inf
+    filters = RowFilters(
+        temperature=torch.from_numpy(rng.uniform(0.3, 2, 64).astype(np.float32)),
+        log_min_p=torch.from_numpy(np.where(rng.random(64) < 0.3, -4.0, -np.inf).astype(np.float32)),
+        top_k=torch.from_numpy(np.where(rng.random(64) < 0.5, rng.integers(1, 2000, 64), 0)),
+        top_p=torch.from_numpy(np.where(rng.random(64) < 0.6, rng.uniform(0.05, 0.99, 64), 1.0).astype(np.float32)),
+    )
+    on_device = RowFilters(filters.temperature.cuda(), filters.log_min_p.cuda(), filters.top_k.cuda(), filters.top_p.cuda())
+    found = TritonStepOps().sampling.filter(scores.cuda(), torch.arange(64, device="cuda"), on_device).cpu()
+    expected = TorchStepOps().sampling.filter(scores, torch.arange(64), filters)
+    kept, wanted = found > -torch.inf, expected > -torch.inf
+    assert found[6, 7].isnan()  # the row will end with an error, whatever else is kept of it
+    assert expected[6, 7].isnan()
+    for row in (row for row in range(64) if row != 6):
+        if filters.top_p[row] == 1:
+            assert torch.equal(found[row].nan_to_num(1e30), expected[row].nan_to_num(1e30)), row
+        else:  # the last bits of exponentials may carry a sum of masses past top-p one token earlier or later
+            assert (kept[row] ^ wanted[row]).sum() <= 2, row
+            assert torch.equal(found[row][kept[row]].nan_to_num(1e30), scores[row].float()[kept[row]].nan_to_num(1e30)), row
 
 
 def test_nothing_waits() -> None:

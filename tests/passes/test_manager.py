@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import fx, nn
@@ -54,13 +52,13 @@ def test_op_keeps_the_dtype_of_its_argument() -> None:
 
 def test_op_stays_whole_in_the_trace_and_is_lowered_in_the_piece() -> None:
     eager = Normed()
-    # a setting that no compile had before: with a hit in its own cache Inductor would not call the passes
-    module = rung.wrap(Normed(), dynamic={"x": {0: "rows"}}, inductor={"max_fusion_size": random.SystemRandom().randrange(100, 10**9)})
+    module = rung.wrap(Normed(), dynamic={"x": {0: "rows"}})
     module.load_state_dict(eager.state_dict())
     x = torch.randn(3, 8)
     with torch.no_grad():
         assert_same(module(x), eager(x))
-    assert module.rung.report()[0]["passes"] == [{"residual_add": {"mm + residual": 0}, "lowering": {"rms_norm": 2}}]
+    (report,) = module.rung.report()[0]["passes"]  # also where Inductor has the piece in a cache of its own, and calls no pass
+    assert (report["residual_add"], report["lowering"]) == ({"mm + residual": 0}, {"rms_norm": 2})
     (source,) = next(iter(module.rung._entry.variants.values())).compiled.piece_sources
     assert "torch.ops.rung.rms_norm" not in source
     assert "rsqrt" in source or "sqrt" in source
@@ -72,17 +70,19 @@ def test_report_is_kept_with_the_artifact() -> None:
         module = rung.wrap(Normed(), dynamic={"x": {0: "rows"}})
         with torch.no_grad():
             module(torch.randn(3, 8))
+        passes = module.rung.report()[0]["passes"]
         module.rung.release()
         with torch.no_grad():
             module(torch.randn(3, 8))
         assert module.rung.report()[0]["source"] == "loaded"
+        assert module.rung.report()[0]["passes"] == passes != []
 
 
 def test_uuid_is_stable() -> None:
     assert PassManager().uuid() == PassManager().uuid()
 
 
-@pytest.mark.parametrize("other", [PassManager([CountNodes()]).uuid(), PassManager().uuid("tag")])
+@pytest.mark.parametrize("other", [PassManager([CountNodes()]).uuid(), PassManager((), [CountNodes()]).uuid(), PassManager().uuid("tag")])
 def test_uuid_covers_passes_and_tag(other: str) -> None:
     assert PassManager().uuid() != other
 

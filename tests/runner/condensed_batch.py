@@ -6,6 +6,7 @@ inputs of a step with numpy. Nothing here is shared with `rung.runner.slots`, wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -58,7 +59,7 @@ class CondensedBatch:
         self.num_blocks = np.zeros(num_rows, np.int32)
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_p = np.zeros(num_rows, np.float32)
-        self.min_p = np.zeros(num_rows, np.float32)
+        self.log_min_p = np.zeros(num_rows, np.float32)
         self.top_k = np.zeros(num_rows, np.int64)
         self.seed = np.zeros(num_rows, np.int64)
         self._columns = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
@@ -142,7 +143,8 @@ class CondensedBatch:
         self.block_table[row, : len(known.block_ids)] = known.block_ids
         self.num_blocks[row] = len(known.block_ids)
         sampling = known.sampling
-        self.temperature[row], self.top_p[row], self.min_p[row] = sampling.temperature, sampling.top_p, sampling.min_p
+        self.temperature[row], self.top_p[row] = sampling.temperature, sampling.top_p
+        self.log_min_p[row] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
         self.top_k[row], self.seed[row] = sampling.top_k, sampling.seed or 0
 
     def _condense(self) -> None:

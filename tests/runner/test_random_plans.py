@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rung.runner import CachedRequest, ModelRunner, NewRequest, SamplingParams, StepPlan
-from rung.runner.sampler.sampler import _MIN_P, _TOP_K, _TOP_P
+from rung.runner.sampler.sampler import _LOG_MIN_P, _TOP_K, _TOP_P
 from tests.runner.condensed_batch import CondensedBatch
 from tests.runner.random_plans import BLOCK, LENGTH, ROWS, TOKENS, World, make_plan_runner
 
@@ -82,7 +82,7 @@ def check_condensed(runner: ModelRunner, oracle: CondensedBatch, plan: StepPlan,
     _equal(sampler.rows.temperature[index], oracle.temperature[rows])
     _equal(sampler.rows.seed[index], oracle.seed[rows])
     _equal(sampler._floats[_TOP_P, index], oracle.top_p[rows])
-    _equal(sampler._floats[_MIN_P, index], oracle.min_p[rows])
+    _equal(sampler._floats[_LOG_MIN_P, index], oracle.log_min_p[rows])
     _equal(sampler._ints[_TOP_K, index], oracle.top_k[rows])
     for name, slot in zip(ids, index.tolist(), strict=True):
         stops = {token for token in sampler.rows.stop_ids[slot].tolist() if token >= 0}

@@ -16,6 +16,7 @@ FILES = (
     "tests/runner/test_block_table.py",
     "tests/runner/test_decode_ops.py",
     "tests/runner/test_processors.py",
+    "tests/runner/test_sample_ops.py",
     "tests/graphs/test_recorded_launches.py",
 )
 

@@ -10,7 +10,7 @@ from rung.attention.backends.flash_attn import FlashAttention3
 from rung.attention.backends.triton_paged import TritonPaged
 from rung.attention.base import AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
 
-_LARGEST_HEAD = 64  # up to here Triton decoded as fast or faster at every size measured, docs/performance.md
+_LARGEST_HEAD = 128  # up to here Triton decoded as fast or faster at every size measured, docs/performance.md
 
 
 class FlashTriton(TritonPaged):
@@ -33,3 +33,8 @@ class FlashTriton(TritonPaged):
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
         decodes = metadata.max_query_len == 1
         (super().forward if decodes else self._prompts.forward)(query, cache, out, metadata)
+
+    def forward_given_keys(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
+        self.forward(query, cache, out, metadata)

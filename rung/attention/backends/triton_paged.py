@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, padded, plan_launch, query_blocks
 from rung.attention.backends.rotary_write import rotate_and_write_triton
 from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
@@ -18,12 +18,10 @@ from rung.launch import TritonLauncher
 from rung.torch_compat import triton_interpreted
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_SPLITS = 64
-_KEYS_A_SPLIT = 128  # a smaller share is not worth its part of the reduce
 
 _KERNELS = "rung.attention.backends.triton_kernels"  # named, not imported: it needs Triton, which a warm start does without
 WRITE_KV = TritonLauncher(_KERNELS, "write_kv_kernel")
-PAGED_ATTENTION = TritonLauncher(_KERNELS, "paged_attention_kernel")
+PAGED_ATTENTION = TritonLauncher("rung.attention.backends.triton_attention", "paged_attention_kernel")
 REDUCE_SPLITS = TritonLauncher(_KERNELS, "reduce_splits_kernel")
 ZERO_PADDED_ROWS = TritonLauncher(_KERNELS, "zero_padded_rows_kernel")
 
@@ -36,62 +34,6 @@ def why_no_triton(device: torch.device) -> str | None:
     if device.type != "cuda" and not triton_interpreted():
         return f"Triton kernels need a CUDA device, not {device.type!r}"
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """How one batch is cut into programs. Depends on shapes and bounds alone, so a captured launch serves every batch within them."""
-
-    block_q: int  # tokens a program
-    block_m: int  # rows (tokens x grouped heads) a program, a power of two of at least 16
-    block_n: int  # keys a step
-    splits: int  # shares of the keys
-    num_warps: int
-    num_stages: int
-
-
-def query_blocks(num_tokens: int, num_requests: int, block_q: int) -> int:
-    """Query blocks that cover any batch of these sizes, padded rows included: each request starts a block of its own."""
-    return num_tokens if block_q == 1 else num_tokens // block_q + num_requests + 1
-
-
-def plan_launch(
-    spec: AttentionSpec,
-    *,
-    num_tokens: int,
-    num_requests: int,
-    max_query_len: int,
-    max_seq_len: int,
-    processors: int,
-    element_size: int = 2,
-) -> Launch:
-    """The launch for a batch on a device of `processors` multiprocessors.
-
-    Decode reads each key once for one group of heads, so it wants many programs with small tiles: when there are fewer than two a
-    multiprocessor, the keys are split. Prefill wants tiles that fill the matrix units."""
-    group = spec.num_heads // spec.num_kv_heads
-    columns = padded(spec.head_size)
-    if max_query_len * group <= 16:
-        # The block table is read a stage ahead of the keys, so Triton's pipeliner keeps two tiles in flight from 5 stages on.
-        block_m, num_warps, num_stages = 16, 4, 5
-        block_n = max(16, min(128, 8192 // columns))
-    else:
-        rows = max_query_len * group
-        block_m = 32 if rows <= 32 or element_size > 2 else 64 if rows <= 64 else 128
-        num_warps, num_stages = (8, 3) if block_m == 128 else (4, 3)
-        block_n = max(16, min(64, 8192 // columns))
-    block_m = max(block_m, padded(group))
-    block_n = max(16, block_n * 2 // element_size)
-    block_q = 1 if max_query_len == 1 else block_m // group
-    programs = max(1, query_blocks(num_tokens, num_requests, block_q) * spec.num_kv_heads)
-    reach = max_seq_len if spec.sliding_window is None else min(max_seq_len, spec.sliding_window + block_q)
-    splits = max(1, min(2 * processors // programs, -(-reach // _KEYS_A_SPLIT), _MAX_SPLITS))
-    return Launch(block_q=block_q, block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=num_stages)
-
-
-def padded(size: int) -> int:
-    """The next power of two, at least 16: Triton's tiles have no other sizes."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def write_kv_triton(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
@@ -152,6 +94,8 @@ class TritonPaged(AttentionBackend):
             return f"{spec.num_heads // spec.num_kv_heads} query heads a KV head are above 128"
         if block_size % 16:
             return f"block size {block_size} is no multiple of 16"
+        if spec.scale <= 0:
+            return f"scale {spec.scale} is not positive"
         return None
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
@@ -170,40 +114,62 @@ class TritonPaged(AttentionBackend):
         rotate_and_write_triton(query, key, value, rotation, rotated, cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
+        block, slot, head, _ = cache_strides(cache)
+        self._attend(query, cache.key, cache.value, cache.block_size, (block, slot, head, slot, head), out, metadata)
+
+    def forward_given_keys(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
+        if not metadata.only_first_chunks:
+            self.forward(query, cache, out, metadata)
+            return
+        stride = (0, *rows(key, "key").stride()[:2], *rows(value, "value").stride()[:2])
+        self._attend(query, key, value, 0, stride, out, metadata)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,  # the cache, or the flat batch
+        values: torch.Tensor,
+        block_size: int,  # 0: the flat batch
+        strides: tuple[int, ...],  # of a block, of a slot and a head of the keys, of a slot and a head of the values
+        out: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
         num_tokens, num_heads, head_size = query.shape
         if num_tokens == 0:
             return
-        spec, launch = self.spec, self.launch or self._plan(query, metadata)
+        spec, launch = self.spec, self.launch or self._plan(query, metadata, block_size)
         scales, sums = self._workspace(query, launch.splits)
-        stride = cache_strides(cache)
         columns = padded(head_size)
         blocks = query_blocks(num_tokens, metadata.num_requests, launch.block_q)
+        early = launch.splits > 1 and _early(query.device)
         PAGED_ATTENTION.run(
-            (blocks, spec.num_kv_heads, launch.splits),
-            rows(query, "query"), rows(out, "out"), cache.key, cache.value,
+            (spec.num_kv_heads, blocks, launch.splits),
+            rows(query, "query"), rows(out, "out"), keys, values,
             metadata.query_start_loc, metadata.seq_lens, metadata.block_table, sums, scales,
             num_tokens, metadata.num_requests, float(spec.scale), float(spec.soft_cap or 1.0),
-            query.stride(0), query.stride(1), out.stride(0), out.stride(1), stride[0], stride[1], stride[2],
-            metadata.block_table.stride(0),
-            GROUP=num_heads // spec.num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=cache.block_size,
+            query.stride(0), query.stride(1), out.stride(0), out.stride(1), *strides, metadata.block_table.stride(0),
+            GROUP=num_heads // spec.num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
             BLOCK_Q=launch.block_q, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, COLUMNS=columns,
-            WINDOW=spec.sliding_window or 0, HAS_SOFT_CAP=spec.soft_cap is not None, SPLIT=launch.splits > 1,
+            WINDOW=spec.sliding_window or 0, HAS_SOFT_CAP=spec.soft_cap is not None, SPLIT=launch.splits > 1, EARLY=early,
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
         if launch.splits > 1:
             REDUCE_SPLITS.run(
                 (num_tokens, num_heads, 1),
                 out, sums, scales, launch.splits, out.stride(0), out.stride(1),
-                HEAD_SIZE=head_size, COLUMNS=columns, MAX_SPLITS=_MAX_SPLITS, STEP=16, num_warps=2,
+                HEAD_SIZE=head_size, COLUMNS=columns, MAX_SPLITS=MAX_SPLITS, STEP=16, EARLY=early, num_warps=2, launch_pdl=early,
             )  # fmt: skip
 
-    def _plan(self, query: torch.Tensor, metadata: AttentionMetadata) -> Launch:
+    def _plan(self, query: torch.Tensor, metadata: AttentionMetadata, block_size: int) -> Launch:
         return plan_launch(
             self.spec,
             num_tokens=query.shape[0],
             num_requests=metadata.num_requests,
             max_query_len=metadata.max_query_len,
             max_seq_len=metadata.max_seq_len,
+            block_size=block_size,
             processors=_processors(query.device),
             element_size=query.element_size(),
         )
@@ -221,3 +187,9 @@ class TritonPaged(AttentionBackend):
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def _early(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one in front runs (programmatic dependent launch: Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

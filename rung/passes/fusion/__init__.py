@@ -1,3 +1,10 @@
-from rung.passes.fusion.residual_add import ResidualAdd
+"""Fusions, one file each."""
 
-__all__ = ["ResidualAdd"]
+from rung.passes.fusion.act_mul import act_mul
+from rung.passes.fusion.add_norm import add_norm
+from rung.passes.fusion.projections import Projections
+from rung.passes.fusion.qk_norm_rope import qk_norm_rope
+from rung.passes.fusion.residual_add import ResidualAdd
+from rung.passes.fusion.rms_norm import rms_norm
+
+__all__ = ["Projections", "ResidualAdd", "act_mul", "add_norm", "qk_norm_rope", "rms_norm"]

@@ -1,8 +1,26 @@
 """IR ops, one file each. `IR_OPS` is the closed table that lowering reads."""
 
-from rung.passes.ir.op import IROp, define_ir_op
+from rung.passes.ir.activation import GELU_AND_MUL, SILU_AND_MUL, gelu_and_mul, silu_and_mul
+from rung.passes.ir.linear import LINEAR, LINEAR_NORM_LINEAR, NORM_LINEAR, linear, norm_linear
+from rung.passes.ir.op import IROp, Provider, define_ir_op
 from rung.passes.ir.rms_norm import RMS_NORM, rms_norm
 
-IR_OPS: tuple[IROp, ...] = (RMS_NORM,)
+IR_OPS: tuple[IROp, ...] = (RMS_NORM, SILU_AND_MUL, GELU_AND_MUL, LINEAR, NORM_LINEAR, LINEAR_NORM_LINEAR)
 
-__all__ = ["IR_OPS", "RMS_NORM", "IROp", "define_ir_op", "rms_norm"]
+__all__ = [
+    "GELU_AND_MUL",
+    "IR_OPS",
+    "LINEAR",
+    "LINEAR_NORM_LINEAR",
+    "NORM_LINEAR",
+    "RMS_NORM",
+    "SILU_AND_MUL",
+    "IROp",
+    "Provider",
+    "define_ir_op",
+    "gelu_and_mul",
+    "linear",
+    "norm_linear",
+    "rms_norm",
+    "silu_and_mul",
+]

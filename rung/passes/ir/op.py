@@ -1,12 +1,12 @@
-"""IR ops: functional ops whose meaning is a plain torch body, lowered to an implementation after tracing.
+"""IR ops: functional ops whose meaning is a plain torch body, and the providers that may compute them in another way.
 
 The kernel is registered CompositeExplicitAutograd: with CompositeImplicit the op would be decomposed before any pass sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,18 +17,65 @@ _library = torch.library.Library("rung", "FRAGMENT")
 
 
 @dataclass(frozen=True, slots=True)
+class Provider:
+    """One way to compute an op.
+
+    `why_not(*args)` is the reason against it for such arguments, or None; it reads devices, dtypes, strides and static sizes, never the
+    number of rows, so that one answer holds for every size that a trace serves. What depends on the rows, `run` decides at each call: a
+    captured graph keeps what was decided for its size. `describe(*args)` says what that will be."""
+
+    name: str
+    why_not: Callable[..., str | None]
+    run: Callable[..., Any]
+    describe: Callable[..., str]
+
+
+@dataclass(frozen=True, slots=True)
 class IROp:
-    """A functional op and its native body. The body is also the eager kernel and the shape function."""
+    """A functional op, its native body, and its providers, the first that fits being chosen. The body is the meaning, the shape
+    function, and what the op becomes where no provider fits: then it is spliced into the graph, and Inductor fuses it with its neighbours.
+
+    `tolerance` bounds |provider - body| / |body| (Frobenius) for each dtype that a provider takes; `sample(rows, dtype, device)` makes
+    arguments to test that on."""
 
     name: str
     body: Callable[..., Any]
     overload: torch_compat.OpOverload
+    providers: tuple[Provider, ...] = ()
+    tolerance: Mapping[torch.dtype, float] = field(default_factory=dict)
+    sample: Callable[[int, torch.dtype, torch.device], tuple[Any, ...]] | None = None
+
+    def choose(self, *args: Any) -> tuple[Provider | None, dict[str, str]]:
+        """The provider for such arguments (None: the body), and why not those before it."""
+        return _choose(self.providers, args)
 
 
-def define_ir_op(schema: str, body: Callable[..., Any]) -> IROp:
+def _choose(providers: tuple[Provider, ...], args: tuple[Any, ...]) -> tuple[Provider | None, dict[str, str]]:
+    refused: dict[str, str] = {}
+    for provider in providers:
+        reason = provider.why_not(*args)
+        if reason is None:
+            return provider, refused
+        refused[provider.name] = reason
+    return None, refused
+
+
+def define_ir_op(
+    schema: str,
+    body: Callable[..., Any],
+    providers: tuple[Provider, ...] = (),
+    *,
+    tolerance: Mapping[torch.dtype, float] | None = None,
+    sample: Callable[[int, torch.dtype, torch.device], tuple[Any, ...]] | None = None,
+) -> IROp:
     """Register `rung::<schema>` with `body` as its meaning."""
     name = schema.partition("(")[0]
+
+    def call(*args: Any) -> Any:
+        provider, _ = _choose(providers, args)
+        return (body if provider is None else provider.run)(*args)
+
     _library.define(schema)
-    _library.impl(name, body, "CompositeExplicitAutograd")
+    _library.impl(name, call if providers else body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"rung::{name}", body, lib=_library)
-    return IROp(name, body, getattr(torch.ops.rung, name).default)
+    return IROp(name, body, getattr(torch.ops.rung, name).default, providers, tolerance or {}, sample)

@@ -7,13 +7,13 @@ import torch
 from rung.passes.ir.op import define_ir_op
 
 
-def _body(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def rms_norm_body(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return weight * normed.to(x.dtype)
 
 
-RMS_NORM = define_ir_op("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor", _body)
+RMS_NORM = define_ir_op("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor", rms_norm_body)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

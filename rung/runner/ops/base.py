@@ -9,6 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from rung.runner.ops.decode_base import DecodeOps
+    from rung.runner.ops.sample_base import SampleOps
     from rung.runner.slots import RequestSlots
 
 
@@ -28,6 +29,11 @@ class StepOps(ABC):
     @abstractmethod
     def decode(self) -> DecodeOps:
         """The operations of decode graphs, of the same kind."""
+
+    @property
+    @abstractmethod
+    def sampling(self) -> SampleOps:
+        """The operations of the sampler over rows of logits, of the same kind."""
 
     @abstractmethod
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from rung.attention import PAD_SLOT
 from rung.runner.ops.base import StepOps
 from rung.runner.ops.torch_decode import TorchDecodeOps
+from rung.runner.ops.torch_sample import TorchSampleOps
 
 if TYPE_CHECKING:
     from rung.runner.slots import RequestSlots
@@ -19,6 +20,7 @@ class TorchStepOps(StepOps):
 
     name: ClassVar[str] = "torch"
     decode = TorchDecodeOps()
+    sampling = TorchSampleOps()
 
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
         target.view(-1).index_copy_(0, index, values)

@@ -10,6 +10,7 @@ from rung.attention import PAD_SLOT
 from rung.launch import TritonLauncher
 from rung.runner.ops.base import StepOps
 from rung.runner.ops.triton_decode import TritonDecodeOps
+from rung.runner.ops.triton_sample import TritonSampleOps
 
 if TYPE_CHECKING:
     from rung.runner.slots import RequestSlots
@@ -41,6 +42,7 @@ class TritonStepOps(StepOps):
 
     name: ClassVar[str] = "triton"
     decode = TritonDecodeOps()
+    sampling = TritonSampleOps()
 
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
         assert target.is_contiguous()

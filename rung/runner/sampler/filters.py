@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-_SCALE = 2.0**52  # of masses as integers: a float32 is scaled exactly, and the sum of a distribution fits in 64 bits
+MASS_UNITS = 2.0**44  # of the best token; the sum over a vocabulary of 2 ** 18 fits in 64 bits
 
 
-def min_p_(logits: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Mask, in place, tokens whose probability is below `min_p` [rows] times that of the best one. Logits float32 [rows, vocab]."""
-    threshold = logits.amax(dim=-1) + min_p.log()  # -inf without a min-p
+def min_p_(logits: torch.Tensor, log_min_p: torch.Tensor) -> None:
+    """Mask, in place, tokens less likely than exp(`log_min_p`) [rows] times the best one. Logits float32 [rows, vocab]."""
+    threshold = logits.amax(dim=-1) + log_min_p  # -inf without a min-p
     logits.masked_fill_(logits < threshold.unsqueeze(1), -torch.inf)
 
 
@@ -21,9 +21,11 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
     limit = torch.where(top_k > 0, top_k, vocab).unsqueeze(1)
     values = values.masked_fill(rank >= limit, -torch.inf)
     # Sums of integers are exact, so that they do not depend on how a device adds, which changes with the number of rows.
-    mass = (values.softmax(dim=-1) * _SCALE).to(torch.int64)
+    weight = torch.where(values == values[:, :1], 1.0, (values - values[:, :1]).exp())  # the best may be infinite
+    mass = (weight * MASS_UNITS).to(torch.int64)
     before = mass.cumsum(dim=-1) - mass  # of the more likely tokens
-    # A row without top-p keeps all: rounding may bring the mass to 1 before the last token.
-    drop = (before >= (top_p * _SCALE).to(torch.int64).unsqueeze(1)) & (top_p < 1).unsqueeze(1)
+    needed = (top_p.double() * mass.sum(dim=-1).double()).ceil().to(torch.int64).clamp(min=1)
+    # A row without top-p keeps all, also those whose mass is less than a unit.
+    drop = (before >= needed.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
     drop[:, 0] = False
     return torch.empty_like(logits).scatter_(1, order, values.masked_fill(drop, -torch.inf))

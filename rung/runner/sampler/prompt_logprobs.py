@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from rung.runner.batch import Batch
-from rung.runner.sampler.logprobs import LogprobRows, LogprobTensors, StepLogprobs, gather_logprobs
+from rung.runner.sampler.logprobs import LogprobRows, LogprobTensors, StepLogprobs
 from rung.runner.sampler.sampler import Sampler
 from rung.runner.slots import RequestSlots
 
@@ -44,14 +44,14 @@ class PromptLogprobs:
             targets = self._slots.all_token_ids[slot, start + 1 : start + 1 + count].to(torch.int64)
             if hidden is not None:
                 parts = [
-                    gather_logprobs(
+                    self._sampler.logprobs_of(
                         self._compute_logits(hidden[first + at : first + min(at + _CHUNK, count)]), targets[at : at + _CHUNK], num_top
                     )
                     for at in range(0, count, _CHUNK)
                 ]
             else:
                 assert logits is not None
-                parts = [gather_logprobs(logits[row : row + 1], targets, num_top)]
+                parts = [self._sampler.logprobs_of(logits[row : row + 1], targets, num_top)]
             rows = LogprobRows(batch.request_ids[row], 0, count, num_top, start + 1)
             found.append(StepLogprobs(LogprobTensors.cat(parts), (rows,)))
         return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -13,10 +14,10 @@ from rung.runner.batch import Batch
 from rung.runner.grammar.base import GrammarMask
 from rung.runner.ops.base import StepOps
 from rung.runner.ops.decode_base import MAX_STOP_IDS, RowSampling
+from rung.runner.ops.sample_base import RowFilters
 from rung.runner.sampler.bad_words import BadWords
 from rung.runner.sampler.failures import mark_hidden_nans
-from rung.runner.sampler.filters import min_p_, truncate
-from rung.runner.sampler.logprobs import LogprobRows, StepLogprobs, gather_logprobs
+from rung.runner.sampler.logprobs import LogprobRows, LogprobTensors, StepLogprobs
 from rung.runner.sampler.params import SamplingParams
 from rung.runner.sampler.penalties import Penalties
 from rung.runner.sampler.processor import Entry, Processor, Rows
@@ -25,7 +26,7 @@ from rung.runner.slots import RequestSlots
 from rung.runner.staging import StagedWrites
 from rung.runner.transfer import HostToDevice
 
-_TEMPERATURE, _TOP_P, _MIN_P = range(3)
+_TEMPERATURE, _TOP_P, _LOG_MIN_P = range(3)
 _SEED, _TOP_K, _PROMPT_LEN = range(3)
 
 # What a request needs, as bits of a number by slot; those of the processors follow.
@@ -59,6 +60,9 @@ class Sampler:
         self._staged = (StagedWrites(self._floats, transfer, ops), StagedWrites(self._ints, transfer, ops))
         self._staged_stops = StagedWrites(stop_ids, transfer, ops)
         self.rows = RowSampling(temperature=self._floats[_TEMPERATURE], seed=self._ints[_SEED], stop_ids=stop_ids)
+        self._filters = RowFilters(
+            temperature=self._floats[_TEMPERATURE], log_min_p=self._floats[_LOG_MIN_P], top_k=self._ints[_TOP_K], top_p=self._floats[_TOP_P]
+        )
         self.penalties = Penalties(slots.all_token_ids, transfer, ops)
         self._min_tokens = MinTokens(count, transfer, ops)
         self._processors: tuple[Processor, ...] = (
@@ -84,7 +88,7 @@ class Sampler:
         floats, ints = self._staged
         floats.stage(_TEMPERATURE, slot, [params.temperature])
         floats.stage(_TOP_P, slot, [params.top_p])
-        floats.stage(_MIN_P, slot, [params.min_p])
+        floats.stage(_LOG_MIN_P, slot, [math.log(params.min_p) if params.min_p > 0 else -math.inf])
         ints.stage(_SEED, slot, [params.seed or 0])
         ints.stage(_TOP_K, slot, [params.top_k])
         ints.stage(_PROMPT_LEN, slot, [prompt_len])
@@ -127,7 +131,7 @@ class Sampler:
         processed = mask is not None or bool(needs & self._processed)
         scores = self._process(logits, idx_mapping, seq_lens, batch, needs, mask) if processed else logits
         if needs & (_HAS_MIN_P | _TRUNCATED):
-            scores = self._filter(scores, idx_mapping, needs)
+            scores = self._ops.sampling.filter(scores, idx_mapping, self._filters)
         tokens = self._ops.decode.pick(scores, idx_mapping, seq_lens, self.rows, bool(needs & _RANDOM))
         if processed:
             tokens = mark_hidden_nans(logits, tokens)
@@ -138,9 +142,14 @@ class Sampler:
         rows = logits.shape[0]
         ints = torch.ones(rows, dtype=torch.int64, device=logits.device)
         scores = logits.to(torch.float32, copy=True)
-        scores = scores.masked_fill(truncate(scores / ints.unsqueeze(1), ints, ints.float()) == -torch.inf, -torch.inf)
+        filters = RowFilters(temperature=ints.float(), log_min_p=ints.float() - torch.inf, top_k=ints, top_p=ints.float() / 2)
+        scores = self._ops.sampling.filter(scores, ints - 1, filters)
         sampling = RowSampling(temperature=ints.float(), seed=ints, stop_ids=self.rows.stop_ids)
         self._ops.decode.pick(scores, ints - 1, ints.to(torch.int32), sampling, any_random=True)
+
+    def logprobs_of(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
+        """Log-probabilities under logits [N, vocab] of `token_ids` int64 [N] and of the `num_top` most likely tokens."""
+        return self._ops.sampling.logprobs(logits, token_ids, num_top)
 
     def prompt_logprobs(self, batch: Batch) -> list[tuple[int, int]]:
         """(row, number of top tokens) of the rows that want log-probabilities of their prompt."""
@@ -182,18 +191,6 @@ class Sampler:
         count = len(row_of)
         self._ops.apply_bitmask(scores, packed[count:].view(mask.bits.shape), packed[:count])
 
-    def _filter(self, scores: torch.Tensor, idx_mapping: torch.Tensor, needs: int) -> torch.Tensor:
-        """Scores without the tokens that a row's filters drop at its temperature. A greedy row keeps its best token."""
-        slots = idx_mapping.clamp(min=0)
-        temperature = self._floats[_TEMPERATURE, slots].unsqueeze(1)  # [rows, 1]
-        scores = scores.float()
-        scaled = scores / torch.where(temperature == 0, 1, temperature)
-        if needs & _HAS_MIN_P:
-            min_p_(scaled, self._floats[_MIN_P, slots])
-        if needs & _TRUNCATED:
-            scaled = truncate(scaled, self._ints[_TOP_K, slots], self._floats[_TOP_P, slots])
-        return scores.masked_fill(scaled == -torch.inf, -torch.inf)
-
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, batch: Batch) -> StepLogprobs | None:
         """Of the rows that asked for them and whose prompt is complete."""
         slots = batch.idx_mapping
@@ -205,7 +202,7 @@ class Sampler:
             index = self._transfer.to_device(rows)
             logits, tokens = logits[index], tokens[index]
         counts = self._num_logprobs_np[slots[rows]]
-        tensors = gather_logprobs(logits, tokens.clamp(min=0), int(counts.max()))
+        tensors = self.logprobs_of(logits, tokens.clamp(min=0), int(counts.max()))
         entries = zip(rows.tolist(), counts.tolist(), strict=True)
         named = (LogprobRows(batch.request_ids[row], at, 1, count, int(batch.seq_lens[row])) for at, (row, count) in enumerate(entries))
         return StepLogprobs(tensors, tuple(named))

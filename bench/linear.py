@@ -1,0 +1,292 @@
+"""Products of a decode layer in a CUDA graph: cuBLAS and the kernels around it, against ours. Needs a GPU.
+
+    python -m bench.linear --target llama-8b --rows 1,8,64 --out linear.json            # the configurations that rung uses
+    python -m bench.linear --target llama-8b --rows 1,8,64 --sweep --out sweep.json     # tries many, all compiled first on every core
+
+Each line is us a call, with weights that are not in the L2 cache: a graph runs one call a weight set, and the sets are 200 MB together.
+The floor is the bytes of the weights at 4.2 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from rung.launch.specialise import OPTIONS, specialise
+from rung.models.random import SHAPES
+from rung.passes.kernels import launches
+from rung.passes.kernels.launches import Surroundings, Tiles
+from rung.passes.kernels.tiles import tiles_for
+
+BYTES_A_US = 4.2e6
+SHARED_LIMIT = 225 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One product of a layer; `n` counts outputs, of which an activation needs two."""
+
+    name: str
+    n: int
+    k: int
+    norm: bool = False
+    activation: str = ""
+    residual: bool = False
+
+    @property
+    def weight_rows(self) -> int:
+        return self.n * (2 if self.activation else 1)
+
+    @property
+    def splittable(self) -> bool:
+        return self.name in ("o bare", "down bare")
+
+    @property
+    def sets(self) -> int:
+        return max(3, min(256, 200_000_000 // (self.weight_rows * self.k * 2)))
+
+    def variants(self, rows: int) -> list[Case]:
+        """One row has norm and residual in its product, more have them in a kernel of their own behind it."""
+        bare = Case(self.name + " bare", self.n, self.k, activation=self.activation)
+        return [self] if rows == 1 or not (self.norm or self.residual) else [bare]
+
+
+def cases(target: str) -> list[Case]:
+    shape = SHAPES[target]
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    return [
+        Case("qkv", shape.query_size + 2 * shape.kv_size, hidden, norm=True),
+        Case("o", hidden, shape.query_size, residual=True),
+        Case("gate_up", inner, hidden, norm=True, activation="silu"),
+        Case("down", hidden, inner, residual=True),
+        Case("head", shape.vocab_size, hidden),
+    ]
+
+
+def candidates(case: Case, rows: int) -> Iterator[Tiles]:
+    """Tiles worth a try, each with several amounts of prefetching."""
+    for tiles in _vectors(case) if rows == 1 else _tiles(case, rows):
+        for prefetch in (-1, 0, 256, 1024, 4096):
+            if prefetch <= case.k // tiles.splits:
+                yield replace(tiles, prefetch=prefetch)
+
+
+def _vectors(case: Case) -> Iterator[Tiles]:
+    for block_n, block_k, warps in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (2, 4, 8)):
+        per_thread = block_n * block_k // (32 * warps)
+        if 16 <= per_thread <= 64 // (2 if case.activation else 1) and block_k < 2 * case.k:
+            for stages in (1,) if block_k >= case.k else (1, 3):
+                yield Tiles(block_m=1, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
+
+
+def _tiles(case: Case, rows: int) -> Iterator[Tiles]:
+    small = case.k < 4096 and case.n < 4096
+    block_ms = [16] if rows <= 16 else [32] if rows <= 32 else [64] if rows <= 64 else [64, 128]
+    if small and rows > 16:
+        block_ms = [16, 32, 64]
+    splits = (1, 2, 3, 4, 8) if case.splittable else (1,)
+    for block_m, block_n, block_k in itertools.product(block_ms, (16, 32, 64, 128), (64, 128, 256)):
+        for warps, stages, shares in itertools.product((1, 2, 4, 8), (2, 3, 4, 6), splits):
+            for swap in (False, True) if block_n >= 64 and warps == 4 and block_m <= 64 else (False,):
+                tiles = Tiles(
+                    block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages, splits=shares, swap=swap
+                )
+                if _is_sensible(case, rows, tiles, small):
+                    yield tiles
+
+
+def _is_sensible(case: Case, rows: int, tiles: Tiles, small: bool) -> bool:
+    """Fits, and has enough bytes on their way to fill the memory's pipe (Little's law), or enough programs where all is in the L2 cache."""
+    doubled = 2 if case.activation else 1
+    staged = (tiles.block_m + doubled * tiles.block_n) * tiles.block_k * 2 * tiles.num_stages
+    programs = -(-case.n // tiles.block_n) * -(-rows // tiles.block_m) * tiles.splits
+    area, steps = tiles.block_m * tiles.block_n, -(-case.k // (tiles.block_k * tiles.splits))
+    if staged > SHARED_LIMIT or area * doubled > 4096 * tiles.num_warps or steps < min(tiles.num_stages, 2):
+        return False
+    if tiles.num_warps > max(1, area // 256) or (tiles.num_warps == 8 and area < 8192) or (tiles.block_m >= 64 and tiles.num_warps < 4):
+        return False
+    if tiles.block_m >= 64 and tiles.block_k > 128:
+        return False
+    if small:
+        return 30 <= programs <= 700 and tiles.block_n <= 64 and tiles.num_stages in (3, 4) and staged >= 16 * 1024
+    resident = min(programs / 132, SHARED_LIMIT // staged)
+    in_flight = resident * staged * (tiles.num_stages - 1) / tiles.num_stages
+    return in_flight >= 30 * 1024 and programs >= 90 and (tiles.splits == 1 or programs <= 600)
+
+
+def tensors(case: Case, rows: int, device: str, sets: int) -> tuple[torch.Tensor, list[torch.Tensor], Surroundings]:
+    make: Callable[..., torch.Tensor] = torch.empty if device == "cpu" else torch.randn
+    named: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    x = make(rows, case.k, **named)
+    weights = [make(case.weight_rows, case.k, **named) for _ in range(sets)]
+    around = Surroundings(
+        residual=make(rows, case.n, **named) if case.residual else None,
+        norm_weight=make(case.k, **named) if case.norm else None,
+        epsilon=1e-5,
+        activation=case.activation,
+    )
+    return x, weights, around
+
+
+def image_of(case: Case, rows: int, tiles: Tiles) -> tuple[Any, ...]:
+    """Equal for launches of one kernel image."""
+    even = case.n % tiles.block_n == 0, case.k % (tiles.block_k * tiles.splits) == 0
+    return case.norm, case.activation, case.residual, even, tiles
+
+
+def in_use(case: Case, rows: int) -> list[Tiles]:
+    tiles = tiles_for(rows, case.n, case.k, activation=case.activation, splittable=case.splittable)
+    return [] if tiles is None else [tiles]
+
+
+def drawn(case: Case, rows: int, limit: int) -> list[Tiles]:
+    """At most `limit` of the candidates, by chance, and the same ones for cases that share kernels."""
+    return sorted(candidates(case, rows), key=lambda tiles: zlib.crc32(repr(image_of(case, rows, tiles)).encode()))[:limit]
+
+
+def compile_one(job: tuple[Case, int, Tiles]) -> str | None:
+    """Compile what a call needs and keep it in the store; needs no GPU. Returns why it did not compile."""
+    case, rows, tiles = job
+    launcher = launches.VECTOR if tiles.block_m == 1 else launches.PRODUCT
+    calls: list[Any] = []
+    launcher.run = lambda grid, *values, **named: calls.append((values, named))
+    x, (weight,), around = tensors(case, rows, "cpu", 1)
+    launches.product(x, weight, around, tiles)
+    values, named = calls[0]
+    options = {name: named.get(name, default) for name, default in OPTIONS.items()}
+    constants = {name: value for name, value in named.items() if name not in OPTIONS}
+    try:
+        launcher.images.image(specialise(launcher.parameters, values, constants), options, 90)
+    except Exception as error:
+        return str(error)[:300]
+    return None
+
+
+def timed(calls: list[Callable[[], object]], rounds: int = 5) -> float:
+    """Median us a call, all of them in one graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1e3 / len(calls)
+
+
+def baseline(case: Case, x: torch.Tensor, weight: torch.Tensor, around: Surroundings) -> None:
+    """What ran before: the norm (with the residual added) and the activation are kernels beside cuBLAS."""
+    if around.norm_weight is not None:
+        x, _ = launches.add_norm(x, x, around.norm_weight, around.epsilon)
+    product = F.linear(x, weight)
+    if case.activation:
+        launches.activate(product, case.activation)
+
+
+def measure(case: Case, rows: int, tilings: list[Tiles]) -> list[dict[str, Any]]:
+    x, weights, around = tensors(case, rows, "cuda", case.sets)
+    floor = case.weight_rows * case.k * 2 / BYTES_A_US
+    base = {"case": case.name, "rows": rows, "n": case.n, "k": case.k, "floor_us": floor}
+    found = [{**base, "how": "cublas", "us": timed([lambda w=w: F.linear(x, w) for w in weights])}]
+    if case.norm or case.activation:
+        found.append({**base, "how": "cublas+kernels", "us": timed([lambda w=w: baseline(case, x, w, around) for w in weights])})
+    for tiles in tilings:
+        try:
+            us = timed([lambda w=w, t=tiles: launches.product(x, w, around, t) for w in weights])
+        except Exception as error:
+            print(f"{case.name} {rows} {tiles}: {str(error)[:200]}", flush=True)
+            continue
+        found.append({**base, "how": "ours", "us": us, "tiles": asdict(tiles)})
+    return found
+
+
+def norms(target: str, rows: int) -> str:
+    """us of the kernel between two products, for one part, and more parts of the product before it."""
+    n, found = SHAPES[target].hidden_size, []
+    weight, residual = (torch.randn(size, dtype=torch.bfloat16, device="cuda") for size in ((n,), (rows, n)))
+    for parts in (1, 2, 4, 8):
+        x = torch.randn((parts, rows, n), device="cuda") if parts > 1 else residual.clone()
+        for pdl in (False, True):
+            us = timed([lambda x=x, p=pdl: launches.add_norm(x, residual, weight, 1e-5, programmatic=p)] * 64)
+            found.append(f"{parts}{' pdl' if pdl else ''} {us:.2f}")
+    return f"add_norm {rows:4}: " + ", ".join(found)
+
+
+def shown(tiles: dict[str, Any] | None) -> str:
+    if tiles is None:
+        return ""
+    text = (
+        f"pf {tiles['prefetch']} "
+        + "x".join(str(tiles[name]) for name in ("block_m", "block_n", "block_k"))
+        + f" w{tiles['num_warps']} s{tiles['num_stages']}"
+    )
+    return text + (f" splits {tiles['splits']}" if tiles["splits"] > 1 else "") + (" swap" if tiles["swap"] else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="llama-8b", choices=sorted(SHAPES))
+    parser.add_argument("--rows", default="1,4,8,16,32,64,128,256")
+    parser.add_argument("--cases", default="qkv,o,gate_up,down,head")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--limit", type=int, default=100, help="candidates of a sweep for each case, drawn by chance")
+    parser.add_argument("--count", action="store_true", help="count the candidates of a sweep and stop")
+    parser.add_argument("--best", type=int, default=3, help="lines shown of a sweep")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    sizes = [int(rows) for rows in options.rows.split(",")]
+    wanted = [case for case in cases(options.target) if case.name in options.cases.split(",")]
+    plan = [(case, rows) for rows in sizes for whole in wanted for case in whole.variants(rows)]
+    chosen = {(case, rows): drawn(case, rows, options.limit) if options.sweep else in_use(case, rows) for case, rows in plan}
+    jobs = list(
+        {image_of(*job): job for job in ((case, rows, tiles) for (case, rows), tilings in chosen.items() for tiles in tilings)}.values()
+    )
+    if options.count:
+        for (case, rows), tilings in chosen.items():
+            print(case.name, rows, len(tilings))
+        print(sum(map(len, chosen.values())), "launches", len(jobs), "kernels")
+        return
+    start = time.perf_counter()
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        failed = [why for why in pool.imap_unordered(compile_one, jobs, chunksize=4) if why]
+    print(f"{len(jobs)} kernels compiled in {time.perf_counter() - start:.0f} s, {len(failed)} do not compile: {failed[:2]}", flush=True)
+    everything = []
+    for rows in sizes:
+        print(norms(options.target, rows), flush=True)
+    for (case, rows), tilings in chosen.items():
+        found = measure(case, rows, tilings)
+        everything += found
+        others = {row["how"]: row["us"] for row in found if row["how"] != "ours"}
+        ours = sorted((row for row in found if row["how"] == "ours"), key=lambda row: row["us"])[: options.best]
+        best = "; ".join(f"{row['us']:.2f} [{shown(row['tiles'])}]" for row in ours)
+        print(
+            f"{case.name:13} {rows:4} floor {found[0]['floor_us']:6.2f} {' '.join(f'{k} {v:.2f}' for k, v in others.items())} | {best}",
+            flush=True,
+        )
+        if options.out is not None:
+            options.out.write_text(json.dumps(everything, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

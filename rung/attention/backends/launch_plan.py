@@ -1,0 +1,75 @@
+"""How a batch of attention is cut into programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rung.attention.base import AttentionSpec
+
+MAX_SPLITS = 64
+_KEYS_A_SPLIT = 128  # a smaller share is not worth its part of the reduce
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How one batch is cut into programs. Depends on shapes and bounds alone, so a captured launch serves every batch within them."""
+
+    block_q: int  # tokens a program
+    block_m: int  # rows (tokens x grouped heads) a program, a power of two of at least 16
+    block_n: int  # keys a step
+    splits: int  # shares of the keys
+    num_warps: int
+    num_stages: int
+
+
+def query_blocks(num_tokens: int, num_requests: int, block_q: int) -> int:
+    """Query blocks that cover any batch of these sizes, padded rows included: each request starts a block of its own."""
+    return num_tokens if block_q == 1 else num_tokens // block_q + num_requests + 1
+
+
+def plan_launch(
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    num_requests: int,
+    max_query_len: int,
+    max_seq_len: int,
+    block_size: int,
+    processors: int,
+    element_size: int = 2,
+) -> Launch:
+    """The launch for a batch on a device of `processors` multiprocessors; `block_size` 0 is the flat batch. Found on an H200 with
+    `bench.attention_sweep`.
+
+    Decode reads each key once for one group of heads and is bound by the bytes in flight, so programs share a multiprocessor: where there
+    are fewer than two, the keys are split; where all fit at once in a smaller size, they are smaller. Prefill is bound by the matrix
+    units and what waits for them: one program of 128 rows, or two of 64 where a tile is one page."""
+    group = spec.num_heads // spec.num_kv_heads
+    columns = padded(spec.head_size)
+    rows = max_query_len * group
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 or element_size > 2 else 64 if rows <= 64 else 128
+    block_n, num_warps, num_stages = 64, 4, 3
+    if block_m == 128 and columns <= 128:
+        if block_size % 64:  # pages of several to a tile: a smaller tile leaves registers for their addresses
+            block_n, num_warps, num_stages = 32, 8, 4
+        elif block_size == 0:
+            num_warps = 8
+        else:
+            block_m = 64
+    elif block_m == 128 or (element_size > 2 and columns > 128):
+        num_warps = 8
+    block_m = max(block_m, padded(group))
+    block_q = 1 if max_query_len == 1 else block_m // group
+    programs = max(1, query_blocks(num_tokens, num_requests, block_q) * spec.num_kv_heads)
+    room = 2 * processors * max(1, 128 // columns)  # programs that keep the memory busy
+    if block_m == 16 and room < programs <= 4 * room:
+        block_n, num_warps = 32, 2
+    block_n = max(16, min(block_n, 8192 // columns) * 2 // element_size)
+    reach = max_seq_len if spec.sliding_window is None else min(max_seq_len, spec.sliding_window + block_q)
+    splits = max(1, min(room // programs, -(-reach // _KEYS_A_SPLIT), MAX_SPLITS))
+    return Launch(block_q=block_q, block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=num_stages)
+
+
+def padded(size: int) -> int:
+    """The next power of two, at least 16: Triton's tiles have no other sizes."""
+    return max(16, 1 << (size - 1).bit_length())

@@ -1,0 +1,92 @@
+"""What a job of `rung precompile` compiles: the same plans that `generate`, `bench` and `verify` look for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import rung
+from rung import torch_compat
+from rung.cli import assembly
+from rung.cli.options import resolve_device, resolve_dtype
+from rung.cli.precompile_jobs import Job
+from rung.cli.targets import growing_dims, is_module_target, open_module
+from rung.compile.report import CompileReport
+from rung.counters import Counters
+from rung.models import SHAPES
+from rung.models.build import empty_model
+from rung.models.load import model_config
+from rung.runner.build import compile_example, compile_model, example_inputs
+
+ROWS = "rows"
+
+
+def compile_job(job: Job) -> list[dict[str, Any]]:
+    """Compile, or find in the store, everything of a job; one result a plan."""
+    device = resolve_device("auto" if job.place == "native" else "cuda")
+    compiled = _module(job, device) if is_module_target(job.target) else _model(job, device)
+    return [_result(job, what, report, seconds) for what, report, seconds in compiled]
+
+
+_Compiled = Iterator[tuple[str, CompileReport, float]]
+
+
+def _model(job: Job, device: torch.device) -> _Compiled:
+    if job.place != "native":
+        yield from _fake_model(job, device)
+        return
+    decoder = assembly.open_decoder(job.target, resolve_dtype(job.dtype, device), device, shapes=True)
+    start = time.perf_counter()
+    _, report = compile_model(decoder.module, device, job.maximum or assembly.token_budget(device), Counters())
+    yield job.label, report, time.perf_counter() - start
+
+
+def _fake_model(job: Job, device: torch.device) -> _Compiled:
+    """The shapes of a model alone: no weight is read, no memory of a device is taken."""
+    config = SHAPES[job.target] if job.target in SHAPES else model_config(job.target)
+    module = empty_model(config, resolve_dtype(job.dtype, device), "meta")
+    example = torch_compat.without_memory(module, example_inputs(torch.device("cpu")), device)
+    start = time.perf_counter()
+    _, report = compile_example(module, example, job.maximum or assembly.token_budget(device), Counters())
+    yield job.label, report, time.perf_counter() - start
+
+
+def _module(job: Job, device: torch.device) -> _Compiled:
+    """Without graphs, as `compiled` mode wants it; and, when sizes are given, with padding up to the largest, as graphs want it."""
+    dtype = None if job.dtype == "auto" else resolve_dtype(job.dtype, device)
+    native = job.place == "native"
+    module, build = open_module(job.target, job.inputs, dtype, device if native else torch.device("cpu"))
+    module = module.to(device) if native else module
+    largest = max(job.sizes, default=2)
+    dynamic = growing_dims(module, build, (max(largest, 2) - 1, max(largest, 2)), ROWS)
+    wanted: dict[str, dict[str, Any]] = {job.label: {"maximum": job.maximum}}
+    if job.sizes:
+        top = job.maximum or largest
+        wanted[f"{job.label}, graphs"] = {"maximum": top, "graphs": "full", "pad": (ROWS,), "capture_sizes": job.sizes}
+    args, kwargs = build(max(largest, 2))
+    if not native:
+        args, kwargs = torch_compat.without_memory(module, (args, kwargs), device)
+    for what, options in wanted.items():
+        entry = rung.wrap(module.forward, dynamic=dynamic, **options)
+        start = time.perf_counter()
+        with torch.no_grad():
+            variant, _ = entry.prepare_call(*args, **kwargs)
+        yield what, variant.report, time.perf_counter() - start
+
+
+def _result(job: Job, what: str, report: CompileReport, seconds: float) -> dict[str, Any]:
+    return {
+        "job": what,
+        "place": job.place,
+        "cache": report.cache,
+        "reason": report.reason,
+        "plan_key": report.plan_key,
+        "pieces": report.pieces,
+        "unique_pieces": report.unique_pieces,
+        "hit_pieces": report.unique_pieces if report.cache == "hit" else report.hit_pieces,
+        "seconds": seconds,
+        "saved_seconds": report.saved_seconds,
+    }

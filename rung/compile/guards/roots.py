@@ -1,0 +1,88 @@
+"""Where the paths of guards begin: the module (or other owner), the globals of the traced function, imported modules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from rung.compile.paths import Access, Path, parse_accesses
+
+GLOBALS = "<globals>"
+FUNCTION = "<function>"
+ARGUMENT = Path("<argument>")  # stands for every argument of the call
+_MODULE = "<module "
+_IMPORTED = "__import_"  # Dynamo's name in the globals for a module whose function it traced into
+
+
+class Roots(Mapping[str, Any]):
+    """Locals of `Path.resolve`: the owner under its traced name, `<globals>`, and `<module a.b>` for any module that can be imported."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        owner = getattr(function, "__self__", None)
+        plain = getattr(function, "__func__", function)
+        self._values: dict[str, Any] = {GLOBALS: getattr(plain, "__globals__", {}), FUNCTION: plain}
+        self.owner_name = ""
+        if owner is not None:
+            self.owner_name = next(iter(inspect.signature(plain).parameters))
+            self._values[self.owner_name] = owner
+
+    def __getitem__(self, name: str) -> Any:
+        if name.startswith(_MODULE):
+            return import_module(name.removeprefix(_MODULE).removesuffix(">"))
+        return self._values[name]
+
+    def local(self, name: str, accesses: tuple[Access, ...]) -> Path:
+        """The path behind a local of the traced function: the owner, a variable of an enclosing function, or an argument."""
+        if name == self.owner_name:
+            return Path(name, accesses)
+        free = getattr(getattr(self._values[FUNCTION], "__code__", None), "co_freevars", ())
+        if name not in free:
+            return ARGUMENT
+        return Path(FUNCTION, (("attr", "__closure__"), ("item", free.index(name)), ("attr", "cell_contents"), *accesses))
+
+    def find(self, source: str) -> Any:
+        """The object behind a source expression, None when it is an argument or cannot be found."""
+        path = path_of(source, self)
+        try:
+            return None if path is None or path is ARGUMENT else path.resolve(self)
+        except (KeyError, AttributeError, IndexError, TypeError, ImportError):
+            return None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def root_of_global(name: str) -> str | None:
+    """`<module a.b>` for Dynamo's name of an imported module, None for a name of the user's."""
+    if not name.startswith(_IMPORTED):
+        return None
+    return f"{_MODULE}{name.removeprefix(_IMPORTED).replace('_dot_', '.')}>"
+
+
+def path_of(source: str, roots: Roots) -> Path | None:
+    """The path behind a source expression, `ARGUMENT` for arguments of the call, None for one that is more than attributes and items."""
+    if not source:
+        return None
+    try:
+        parsed = parse_accesses(source)
+    except (SyntaxError, ValueError):
+        return None
+    if parsed is None:
+        return None
+    scope, name, accesses = parsed
+    if scope == "L":
+        return roots.local(name, accesses)
+    root = root_of_global(name)
+    return Path(GLOBALS, (("item", name), *accesses)) if root is None else Path(root, accesses)
+
+
+def shown(name: str) -> str:
+    """A root in a message."""
+    if name == FUNCTION:
+        return "the function"
+    return "global" if name == GLOBALS else name.removeprefix(_MODULE).removesuffix(">") if name.startswith(_MODULE) else name

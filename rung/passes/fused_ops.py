@@ -1,0 +1,54 @@
+"""IR ops that fusions put in place of several operations. All are functional and computed as the operations that they stand for."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rung.passes.ir import RMS_NORM, IROp, define_ir_op
+
+
+def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return RMS_NORM.body(total, weight, epsilon), total
+
+
+def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
+def _gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)
+
+
+def _qk_norm_rope(
+    query: torch.Tensor,  # [..., num_heads, head_size]
+    key: torch.Tensor,  # [..., num_kv_heads, head_size]
+    query_weight: torch.Tensor,  # [head_size]
+    key_weight: torch.Tensor,
+    cos: torch.Tensor,  # [..., head_size]
+    sin: torch.Tensor,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed = RMS_NORM.body(query, query_weight, epsilon), RMS_NORM.body(key, key_weight, epsilon)
+    return _rotate(normed[0], cos, sin), _rotate(normed[1], cos, sin)
+
+
+FUSED_ADD_RMS_NORM = define_ir_op(
+    "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor, Tensor)", _add_rms_norm
+)
+SILU_MUL = define_ir_op("silu_mul(Tensor gate, Tensor up) -> Tensor", _silu_mul)
+GELU_MUL = define_ir_op("gelu_mul(Tensor gate, Tensor up) -> Tensor", _gelu_mul)
+QK_NORM_ROPE = define_ir_op(
+    "qk_norm_rope(Tensor query, Tensor key, Tensor query_weight, Tensor key_weight, Tensor cos, Tensor sin, float epsilon)"
+    " -> (Tensor, Tensor)",
+    _qk_norm_rope,
+)
+
+FUSED_OPS: tuple[IROp, ...] = (FUSED_ADD_RMS_NORM, SILU_MUL, GELU_MUL, QK_NORM_ROPE)

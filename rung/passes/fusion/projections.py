@@ -1,0 +1,177 @@
+"""Matrix products with the norm before, the activation behind, and the product and residual before the norm, as one op each.
+
+mm(x, w) -> silu_and_mul                                        linear
+rms_norm(h) -> product                                          norm_linear
+h = mm(x, w) + residual -> rms_norm(h) -> product               linear_norm_linear
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import operator
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from rung.passes.ir import GELU_AND_MUL, LINEAR, LINEAR_NORM_LINEAR, NORM_LINEAR, RMS_NORM, SILU_AND_MUL, IROp
+
+aten = torch.ops.aten
+_META = ("stack_trace", "nn_module_stack", "original_aten")  # the names in traces come from these
+_ACTIVATIONS: dict[Any, str] = {SILU_AND_MUL.overload: "silu", GELU_AND_MUL.overload: "gelu"}
+
+
+def takes(op: IROp, args: tuple[Any, ...]) -> str | None:
+    """Why no provider takes the op with such arguments, or None."""
+    provider, refused = op.choose(*args)
+    return None if provider is not None else "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+
+
+class Projections:
+    """Joins products with their neighbours where a provider takes the joined op; elsewhere the graph stays as it is.
+
+    Preconditions: a weight is a whole [n, k] tensor used transposed, a bias a vector, a residual of the product's shape; a norm and an
+    activation have no user but what they are joined with, nor has a product; the sum in front of a norm, which the joined op returns
+    too, is used by nothing before the second product. What matched but for one of these is reported as a near miss.
+    `why_not` says why an op is not to be joined (tests join on any device)."""
+
+    name = "projections"
+
+    def __init__(self, why_not: Callable[[IROp, tuple[Any, ...]], str | None] = takes) -> None:
+        self._why_not = why_not
+
+    def uuid(self) -> str:
+        return hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()
+
+    def run(self, graph: fx.Graph) -> dict[str, int]:
+        join = _Join(graph, self._why_not)
+        for node in list(graph.nodes):
+            if (product := _product(node)) is not None:
+                join(product)
+        return join.report
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product in the graph. Its arguments are read when they are needed: joining what lies before changes them."""
+
+    node: fx.Node
+
+    @property
+    def x(self) -> fx.Node:
+        return cast(fx.Node, self.node.args[-2])
+
+    @property
+    def weight(self) -> Any:
+        transposed: Any = self.node.args[-1]
+        return transposed.args[0]
+
+    @property
+    def bias(self) -> Any:
+        return self.node.args[0] if len(self.node.args) == 3 else None
+
+
+class _Join:
+    """Joins one product after the other, in the order of the graph."""
+
+    def __init__(self, graph: fx.Graph, why_not: Callable[[IROp, tuple[Any, ...]], str | None]) -> None:
+        self._graph, self._why_not = graph, why_not
+        self.report = {op.name: 0 for op in (LINEAR_NORM_LINEAR, NORM_LINEAR, LINEAR)}
+
+    def __call__(self, product: _Product) -> None:
+        users = list(product.node.users)
+        activation = _ACTIVATIONS.get(users[0].target) if len(users) == 1 else None
+        result = users[0] if activation is not None else product.node
+        behind = product.weight, product.bias, activation or ""
+        norm = product.x
+        if norm.target is RMS_NORM.overload and self._has_one_user(norm):
+            if self._sum_and_norm(norm, product, result, behind):
+                return
+            self._put(NORM_LINEAR, (*norm.args, *behind), (result,), (result, product.node, norm))
+        elif activation is not None:
+            self._put(LINEAR, (norm, *behind), (result,), (result, product.node))
+
+    def _sum_and_norm(self, norm: fx.Node, product: _Product, result: fx.Node, behind: tuple[Any, ...]) -> bool:
+        hidden, norm_weight, epsilon = norm.args
+        pair = _sum(hidden)
+        if pair is None:
+            return False
+        assert isinstance(hidden, fx.Node)
+        before, residual = pair
+        if any(user is not norm and user < result for user in hidden.users):
+            self._miss("the sum before a norm is used before the product behind the norm")
+            return False
+        args = before.x, before.weight, before.bias, residual, norm_weight, epsilon, *behind
+        return self._put(LINEAR_NORM_LINEAR, args, (result, hidden), (result, product.node, norm, hidden, before.node))
+
+    def _put(self, op: IROp, args: tuple[Any, ...], results: tuple[fx.Node, ...], joined: tuple[fx.Node, ...]) -> bool:
+        """Put the op in place of `results`; `joined` is what it makes superfluous, users first."""
+        values = tuple(result.meta["val"] for result in results)
+        reason = self._why_not(op, tuple(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
+        if reason is not None:
+            self._miss(f"{op.name}: {reason}")
+            return False
+        with self._graph.inserting_before(results[0]):
+            node = self._graph.call_function(op.overload, args)
+            # not all of it: Inductor takes some entries, such as the values of the arguments in eager mode, as the new op's own
+            node.meta = {key: results[0].meta[key] for key in _META if key in results[0].meta}
+            node.meta["val"] = values if len(results) > 1 else values[0]
+            for index, result in enumerate(results):
+                taken = self._graph.call_function(operator.getitem, (node, index)) if len(results) > 1 else node
+                if taken is not node:
+                    taken.meta = {key: result.meta[key] for key in (*_META, "val") if key in result.meta}
+                result.replace_all_uses_with(taken)
+        for superfluous in dict.fromkeys(joined):
+            if not superfluous.users:
+                self._graph.erase_node(superfluous)
+        self.report[op.name] += 1
+        return True
+
+    def _has_one_user(self, norm: fx.Node) -> bool:
+        if len(norm.users) == 1:
+            return True
+        self._miss("a norm before a product has other users")
+        return False
+
+    def _miss(self, reason: str) -> None:
+        key = f"near miss: {reason}"
+        self.report[key] = self.report.get(key, 0) + 1
+
+
+def _product(node: fx.Node) -> _Product | None:
+    """The node as a product by a transposed weight, with or without a bias."""
+    if node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
+        return None
+    x, transposed = node.args[-2:]
+    if not isinstance(x, fx.Node) or not isinstance(transposed, fx.Node):
+        return None
+    if transposed.target is not aten.permute.default or transposed.args[1] != [1, 0]:
+        return None
+    if node.target is aten.addmm.default and (not isinstance(node.args[0], fx.Node) or node.args[0].meta["val"].dim() != 1):
+        return None
+    return _Product(node)
+
+
+def _sum(node: Any) -> tuple[_Product, fx.Node] | None:
+    """The product and the residual of a sum, or None."""
+    if not isinstance(node, fx.Node) or node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
+        return None
+    for product, residual in (node.args, node.args[::-1]):
+        found = _product(product) if isinstance(product, fx.Node) else None
+        if found is not None and len(found.node.users) == 1 and isinstance(residual, fx.Node) and _alike(found.node, residual):
+            return found, residual
+    return None
+
+
+def _alike(product: fx.Node, residual: fx.Node) -> bool:
+    ours, theirs = product.meta["val"], residual.meta["val"]
+    return (
+        isinstance(theirs, torch.Tensor)
+        and ours.dtype == theirs.dtype
+        and ours.dim() == theirs.dim()
+        and all(str(a) == str(b) for a, b in zip(ours.shape, theirs.shape, strict=True))
+    )

@@ -1,0 +1,1 @@
+"""Our own kernels behind IR ops, and how they are launched."""

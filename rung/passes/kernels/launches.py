@@ -1,0 +1,118 @@
+"""Launching the product kernels: tensors in, tensors out. Names the kernels, imports no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rung.launch import TritonLauncher
+
+_KERNELS = "rung.passes.kernels.product_kernels"  # named, not imported: it needs Triton, which a warm start does without
+PRODUCT = TritonLauncher(_KERNELS, "product_kernel")
+VECTOR = TritonLauncher(_KERNELS, "vector_kernel")
+ADD_NORM = TritonLauncher(_KERNELS, "add_norm_kernel")
+ACTIVATE = TritonLauncher(_KERNELS, "activate_kernel")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How a product is cut into programs. `block_m` 1 is the kernel for one row, which uses no matrix units."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 4
+    splits: int = 1
+    prefetch: int = -1  # elements of each weight row fetched before the predecessor has ended; -1: no programmatic launch
+    swap: bool = False  # the weights are the left side: tiles of 64 of them and more then use the matrix units' wide instructions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is computed together with a product."""
+
+    bias: torch.Tensor | None = None  # [n], [2 * n] with an activation
+    residual: torch.Tensor | None = None  # [rows, n], added last
+    norm_weight: torch.Tensor | None = None  # [k]: the rows of x are normed first
+    epsilon: float = 0.0
+    activation: str = ""  # "silu" or "gelu": of the first half of the product, times the second
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: Tiles) -> torch.Tensor:
+    """x [rows, k] @ weight.T and what is around it: [rows, n] in x's dtype; with `tiles.splits` > 1 the sums of each share of k,
+    float32 [splits, rows, n], and nothing around."""
+    rows, k = x.shape
+    n = weight.shape[0] // (2 if around.activation else 1)
+    if tiles.splits > 1:
+        out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=x.device)
+    else:
+        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    bias, residual, norm_weight = around.bias, around.residual, around.norm_weight
+    named = {
+        "ACTIVATION": around.activation,
+        "BIAS": bias is not None and tiles.splits == 1,
+        "RESIDUAL": residual is not None,
+        "EVEN_N": n % tiles.block_n == 0,
+        "EVEN_K": k % (tiles.block_k * tiles.splits) == 0,
+        "PREFETCH": tiles.prefetch,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "num_warps": tiles.num_warps,
+        "launch_pdl": tiles.prefetch >= 0,
+    }
+    columns = -(-n // tiles.block_n)
+    added, biased = x if residual is None else residual, x if bias is None else bias
+    if tiles.block_m == 1:
+        VECTOR.run(
+            (columns, 1, 1),
+            x, weight, biased, added, x if norm_weight is None else norm_weight, out, n, k, around.epsilon, weight.stride(0),
+            NORM=norm_weight is not None, STAGES=tiles.num_stages, **named,
+        )  # fmt: skip
+        return out
+    blocks = -(-rows // tiles.block_m)
+    PRODUCT.run(
+        (columns * blocks, tiles.splits, 1),
+        x, weight, biased, added, out, rows, n, k, blocks, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
+        SPLITS=tiles.splits, SWAP=tiles.swap, BLOCK_M=tiles.block_m, num_stages=tiles.num_stages, **named,
+    )  # fmt: skip
+    return out
+
+
+def add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    epsilon: float,
+    bias: torch.Tensor | None = None,
+    *,
+    programmatic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, hidden = x + residual), both [rows, n]; x is [rows, n], or the sums of a split product, to which the bias belongs."""
+    rows, n = x.shape[-2:]
+    normed = torch.empty((rows, n), dtype=norm_weight.dtype, device=x.device)
+    hidden = x if residual is None else torch.empty_like(normed)
+    ADD_NORM.run(
+        (rows, 1, 1),
+        x, x if bias is None else bias, x if residual is None else residual, norm_weight, hidden, normed, rows, n, epsilon,
+        x.stride(-2), 0 if residual is None else residual.stride(0),
+        PARTS=x.shape[0] if x.dim() == 3 else 1, BIAS=bias is not None, RESIDUAL=residual is not None,
+        PROGRAMMATIC=programmatic, launch_pdl=programmatic, BLOCK=1 << (n - 1).bit_length(), num_warps=4 if n <= 2048 else 8,
+    )  # fmt: skip
+    return normed, hidden
+
+
+def activate(x: torch.Tensor, activation: str, *, programmatic: bool = False) -> torch.Tensor:
+    """The activation of the first half of x [rows, 2 * n] times the second: [rows, n]."""
+    rows, n = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    block = min(1024, 1 << (n - 1).bit_length())
+    ACTIVATE.run(
+        (rows, -(-n // block), 1),
+        x, out, n, x.stride(0),
+        ACTIVATION=activation, PROGRAMMATIC=programmatic, launch_pdl=programmatic, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,223 @@
+"""Triton kernels of matrix products with few rows, and of what stands around them. Importing this file needs Triton.
+
+Weights are [n, k] with contiguous rows, as `nn.Linear` has them. All sums are float32. With PREFETCH >= 0 a kernel is launched
+programmatically: it may start while its predecessor runs, fetches that many elements of each of its weight rows into the L2 cache (which
+reads nothing: a predecessor may still write them), and waits before anything else.
+"""
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _fetch(weight, columns, n, k, weight_stride, first, PREFETCH: tl.constexpr):
+    """Start the way of the first PREFETCH elements of these rows, from `first` on, to the L2 cache: a line of 128 bytes each 64 of them."""
+    at = tl.minimum(first + tl.arange(0, PREFETCH // 64) * 64, k - 1)
+    lines = weight + tl.minimum(columns, n - 1)[:, None].to(tl.int64) * weight_stride + at[None, :]
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _await(weight, columns, n, k, weight_stride, first, PREFETCH: tl.constexpr, HALVES: tl.constexpr):
+    """The beginning of a kernel that is launched programmatically."""
+    if PREFETCH >= 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH >= 64:
+            _fetch(weight, columns, n, k, weight_stride, first, PREFETCH)
+            if HALVES:
+                _fetch(weight + n.to(tl.int64) * weight_stride, columns, n, k, weight_stride, first, PREFETCH)
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _activate(gate, up, ACTIVATION: tl.constexpr):
+    """silu(gate) * up for "silu", gelu(gate) * up with the tanh approximation for "gelu"; float32."""
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return gate * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner))) * up
+
+
+@triton.jit
+def _finish(
+    total, total_up, bias, residual, out, m, columns, mask, n, residual_stride,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation and residual of a tile, stored. The product is rounded where it would be a tensor of its own."""
+    if BIAS:
+        total += tl.load(bias + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION != "":
+            total_up += tl.load(bias + n + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
+    total = total.to(out.dtype.element_ty).to(tl.float32)
+    if ACTIVATION != "":
+        total = _activate(total, total_up.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
+    if RESIDUAL:
+        total += tl.load(residual + m[:, None].to(tl.int64) * residual_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + m[:, None].to(tl.int64) * n + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "m_blocks"])
+def product_kernel(
+    x, weight, bias, residual, out, rows, n, k, m_blocks, x_stride, weight_stride, residual_stride,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [rows, n] = x [rows, k] @ weight.T, then bias, the activation of the two halves of the product (weight is then [2 * n, k]), and a
+    residual added.
+
+    SWAP has the weights as the left side, whose tiles are the large ones. With SPLITS > 1 each share of k writes its sum as float32 to
+    out [SPLITS, rows, n], and nothing stands around it. Grid: (blocks of n * blocks of rows, SPLITS)."""
+    block = tl.program_id(0)
+    split = tl.program_id(1)
+    m = (block % m_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (block // m_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = m < rows
+    share = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
+    first = split * share
+    last = tl.minimum(first + share, k)
+    part = tl.arange(0, BLOCK_K)
+    x_row = x + m[:, None].to(tl.int64) * x_stride
+    w_row = weight + columns[:, None].to(tl.int64) * weight_stride
+    up_row = w_row + n.to(tl.int64) * weight_stride
+    has_column = columns[:, None] < n
+    _await(weight, columns, n, k, weight_stride, first, PREFETCH, ACTIVATION != "")
+
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(first, last, BLOCK_K):
+        at = start + part
+        x_mask = inside[:, None] if EVEN_K else inside[:, None] & (at[None, :] < last)
+        values = tl.load(x_row + at[None, :], mask=x_mask, other=0.0)
+        if EVEN_N and EVEN_K:
+            tile = tl.load(w_row + at[None, :])
+        else:
+            tile = tl.load(w_row + at[None, :], mask=has_column & (at[None, :] < last), other=0.0)
+        if SWAP:
+            total = tl.dot(tile, tl.trans(values), total, input_precision="ieee")
+        else:
+            total = tl.dot(values, tl.trans(tile), total, input_precision="ieee")
+        if ACTIVATION != "":
+            if EVEN_N and EVEN_K:
+                tile_up = tl.load(up_row + at[None, :])
+            else:
+                tile_up = tl.load(up_row + at[None, :], mask=has_column & (at[None, :] < last), other=0.0)
+            if SWAP:
+                total_up = tl.dot(tile_up, tl.trans(values), total_up, input_precision="ieee")
+            else:
+                total_up = tl.dot(values, tl.trans(tile_up), total_up, input_precision="ieee")
+
+    if SWAP:
+        total = tl.trans(total)
+        total_up = tl.trans(total_up)
+    mask = inside[:, None] & (columns[None, :] < n)
+    if SPLITS > 1:
+        tl.store(out + (split.to(tl.int64) * rows + m[:, None]) * n + columns[None, :], total, mask=mask)
+    else:
+        _finish(total, total_up, bias, residual, out, m, columns, mask, n, residual_stride, ACTIVATION, BIAS, RESIDUAL)
+
+
+@triton.jit
+def vector_kernel(
+    x, weight, bias, residual, norm_weight, out, n, k, epsilon, weight_stride,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`product_kernel` for one row, without the matrix units, of x normed before when NORM.
+
+    The norm needs no pass of its own: x * norm_weight goes into the product, and 1 / rms scales the sum. Grid: (blocks of n)."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.arange(0, BLOCK_K)
+    w_row = weight + columns[:, None].to(tl.int64) * weight_stride
+    up_row = w_row + n.to(tl.int64) * weight_stride
+    has_column = columns[:, None] < n
+    _await(weight, columns, n, k, weight_stride, 0, PREFETCH, ACTIVATION != "")
+
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        at = start + part
+        if EVEN_N and EVEN_K:
+            tile = tl.load(w_row + at[None, :])
+        else:
+            tile = tl.load(w_row + at[None, :], mask=has_column & (at[None, :] < k), other=0.0)
+        if ACTIVATION != "":
+            if EVEN_N and EVEN_K:
+                tile_up = tl.load(up_row + at[None, :])
+            else:
+                tile_up = tl.load(up_row + at[None, :], mask=has_column & (at[None, :] < k), other=0.0)
+        values = tl.load(x + at).to(tl.float32) if EVEN_K else tl.load(x + at, mask=at < k, other=0.0).to(tl.float32)
+        if NORM:
+            scale = tl.load(norm_weight + at) if EVEN_K else tl.load(norm_weight + at, mask=at < k, other=0.0)
+            squares += values * values
+            values *= scale.to(tl.float32)
+        total += tile.to(tl.float32) * values[None, :]
+        if ACTIVATION != "":
+            total_up += tile_up.to(tl.float32) * values[None, :]
+    product = tl.sum(total, axis=1)
+    product_up = tl.sum(total_up, axis=1) if ACTIVATION != "" else product
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / k + epsilon)
+        product *= factor
+        product_up *= factor
+    _finish(
+        product[None, :], product_up[None, :], bias, residual, out, tl.zeros((1,), tl.int32), columns, columns[None, :] < n, n, 0,
+        ACTIVATION, BIAS, RESIDUAL,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_norm_kernel(
+    x, bias, residual, norm_weight, hidden, normed, rows, n, epsilon, x_stride, residual_stride,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PROGRAMMATIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """hidden = x + residual and normed = norm_weight * hidden / rms(hidden) of one row, both [rows, n] and contiguous. Without RESIDUAL
+    hidden is x and not written. With PARTS > 1 x is float32 [PARTS, rows, n], summed in order. A sum of parts is given its bias and rounded
+    before the residual is added. Grid: (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < n
+    if PROGRAMMATIC:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    scale = tl.load(norm_weight + column, mask=mask, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        total = tl.load(x + row * n + column, mask=mask, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            total += tl.load(x + (part * rows.to(tl.int64) + row) * n + column, mask=mask, other=0.0)
+        if BIAS:
+            total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+        total = total.to(normed.dtype.element_ty).to(tl.float32)
+    else:
+        total = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + row * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
+        rounded = total.to(hidden.dtype.element_ty)
+        tl.store(hidden + row * n + column, rounded, mask=mask)
+        total = rounded.to(tl.float32)
+    total *= tl.rsqrt(tl.sum(total * total, axis=0) / n + epsilon)
+    scaled = scale * total.to(normed.dtype.element_ty).to(tl.float32)
+    tl.store(normed + row * n + column, scaled.to(normed.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activate_kernel(x, out, n, x_stride, ACTIVATION: tl.constexpr, PROGRAMMATIC: tl.constexpr, BLOCK: tl.constexpr):
+    """The activation of the halves of x [rows, 2 * n] into out [rows, n], contiguous. Grid: (rows, blocks of n)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < n
+    if PROGRAMMATIC:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + n + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * n + column, _activate(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,128 @@
+"""The Triton provider of the products of a decoder layer: our kernels where they win, cuBLAS between them where it does.
+
+What runs depends on the number of rows. One row: norm and residual are part of the products. Few rows: a product may leave the sum of its
+parts to the kernel that adds the residual and norms. Many rows: cuBLAS, and one kernel for what stands between two products.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rung.passes.kernels import launches
+from rung.passes.kernels.launches import Surroundings
+from rung.passes.kernels.support import why_not_triton
+from rung.passes.kernels.tiles import most_rows, tiles_for
+
+
+def why_not_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> str | None:
+    return why_not_triton(x, weight, bias)
+
+
+def why_not_norm_linear(
+    x: torch.Tensor, norm_weight: torch.Tensor, epsilon: float, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> str | None:
+    return why_not_triton(x, weight, bias, norm_weight)
+
+
+def why_not_linear_norm_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    epsilon: float,
+    next_weight: torch.Tensor,
+    next_bias: torch.Tensor | None,
+    activation: str,
+) -> str | None:
+    return why_not_triton(x, weight, bias, residual, norm_weight, next_weight, next_bias)
+
+
+def describe_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> str:
+    return describe(weight, activation)
+
+
+def describe_norm_linear(
+    x: torch.Tensor, norm_weight: torch.Tensor, epsilon: float, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> str:
+    return describe(weight, activation)
+
+
+def describe_linear_norm_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    epsilon: float,
+    next_weight: torch.Tensor,
+    next_bias: torch.Tensor | None,
+    activation: str,
+) -> str:
+    return f"{describe(weight, '', splittable=True)}; {describe(next_weight, activation)}"
+
+
+def describe(weight: torch.Tensor, activation: str, *, splittable: bool = False) -> str:
+    """How many rows our kernels take for a weight; cuBLAS takes more."""
+    rows, k = weight.shape
+    most = most_rows(rows // (2 if activation else 1), k, activation=activation, splittable=splittable)
+    return f"{rows}x{k}{' ' + activation if activation else ''} to {most} rows"
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    return _product(_rows(x), weight, Surroundings(bias=bias, activation=activation))
+
+
+def norm_linear(
+    x: torch.Tensor, norm_weight: torch.Tensor, epsilon: float, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    x = _rows(x)
+    if x.shape[0] == 1:
+        return _product(x, weight, Surroundings(bias=bias, activation=activation, norm_weight=norm_weight, epsilon=epsilon))
+    normed, _ = launches.add_norm(x, None, norm_weight, epsilon, programmatic=_programmatic(x))
+    return _product(normed, weight, Surroundings(bias=bias, activation=activation))
+
+
+def linear_norm_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    epsilon: float,
+    next_weight: torch.Tensor,
+    next_bias: torch.Tensor | None,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x, residual = _rows(x), _rows(residual)
+    if x.shape[0] == 1:
+        hidden = _product(x, weight, Surroundings(bias=bias, residual=residual))
+        around = Surroundings(bias=next_bias, activation=activation, norm_weight=norm_weight, epsilon=epsilon)
+        return _product(hidden, next_weight, around), hidden
+    parts = _product(x, weight, Surroundings(bias=bias), splittable=True)
+    left = bias if parts.dim() == 3 else None  # the bias of a split product is added behind its sum
+    normed, hidden = launches.add_norm(parts, residual, norm_weight, epsilon, left, programmatic=_programmatic(x))
+    return _product(normed, next_weight, Surroundings(bias=next_bias, activation=activation)), hidden
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, *, splittable: bool = False) -> torch.Tensor:
+    """[rows, n], or, where it is splittable, perhaps the parts [splits, rows, n] without the bias."""
+    rows, k = x.shape
+    n = weight.shape[0] // (2 if around.activation else 1)
+    programmatic = _programmatic(x)
+    tiles = tiles_for(rows, n, k, activation=around.activation, splittable=splittable, programmatic=programmatic)
+    if tiles is not None:
+        return launches.product(x, weight, around, tiles)
+    assert around.norm_weight is None, "one row always has tiles"
+    assert around.residual is None, "one row always has tiles"
+    result = F.linear(x, weight, around.bias)
+    return launches.activate(result, around.activation, programmatic=programmatic) if around.activation else result
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _programmatic(x: torch.Tensor) -> bool:
+    return x.device.type == "cuda"  # Triton's interpreter knows no programmatic launch

@@ -1,0 +1,40 @@
+"""What our kernels take."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from rung.torch_compat import triton_interpreted
+
+_TUNED = (9, 0)
+
+
+def why_not_triton(x: torch.Tensor, *others: torch.Tensor | None) -> str | None:
+    """The reason why the product kernels do not take these tensors, or None. Reads nothing of the size of dimension 0 of x."""
+    if (reason := _why_not_device(x.device)) is not None:
+        return reason
+    if x.dim() != 2:
+        return f"x has {x.dim()} dimensions, not 2"
+    for tensor in (x, *(other for other in others if other is not None)):
+        if tensor.dtype != torch.bfloat16:
+            return f"a tensor is of dtype {tensor.dtype}, not torch.bfloat16"
+        if tensor.device != x.device:
+            return f"tensors lie on {x.device} and {tensor.device}"
+    if any(other is not None and other.stride(-1) != 1 for other in others):
+        return "a weight is not contiguous in its last dimension"
+    return None
+
+
+@functools.cache
+def _why_not_device(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"{device.type!r} is no CUDA device"
+    if importlib.util.find_spec("triton") is None or triton_interpreted():
+        return "Triton is not installed" if importlib.util.find_spec("triton") is None else "Triton's interpreter is on"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != _TUNED:
+        return f"the tiles were chosen for compute capability 9.0, not {capability[0]}.{capability[1]}"
+    return None

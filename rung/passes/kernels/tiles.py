@@ -1,0 +1,71 @@
+"""Which tiles a product gets, or that cuBLAS computes it. Measured on an H200 with `bench/linear.py --sweep` (docs/performance.md).
+
+Two regimes: matrices above `_SMALL_BYTES` are bound by the bytes of the weights, and want enough of them on their way; smaller ones by
+latency, and want short loops and many programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rung.passes.kernels.launches import Tiles
+
+_SMALL_BYTES = 8 * 2**20
+_MANY_COLUMNS = 32768  # a head over the vocabulary
+
+# What a product is ("plain"; "split": its parts may be summed by the kernel behind it; "gated": with an activation), the largest number of
+# rows, tiles. In order; above the last cuBLAS.
+_Table = tuple[tuple[str, int, Tiles], ...]
+
+_SMALL: _Table = (
+    ("plain", 1, Tiles(block_m=1, block_n=4, block_k=1024, num_warps=8, num_stages=1, prefetch=256)),
+    ("gated", 1, Tiles(block_m=1, block_n=2, block_k=1024, num_warps=2, num_stages=1, prefetch=256)),
+    ("plain", 16, Tiles(block_m=16, block_n=16, block_k=256, num_warps=1, num_stages=3, prefetch=256)),
+    ("split", 16, Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=4, prefetch=256, splits=4)),
+    ("gated", 16, Tiles(block_m=16, block_n=32, block_k=128, num_warps=2, num_stages=4, prefetch=256)),
+    ("plain", 256, Tiles(block_m=32, block_n=64, block_k=256, num_warps=4, num_stages=3, prefetch=256, swap=True)),
+    ("split", 64, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4, swap=True)),
+    ("split", 256, Tiles(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=3, prefetch=0, splits=4)),
+    ("gated", 64, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256, swap=True)),
+    ("gated", 256, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256, swap=True)),
+)
+_LARGE: _Table = (
+    ("plain", 1, Tiles(block_m=1, block_n=4, block_k=1024, num_warps=4, num_stages=1, prefetch=256)),
+    ("gated", 1, Tiles(block_m=1, block_n=4, block_k=1024, num_warps=4, num_stages=3, prefetch=256)),
+    ("plain", 16, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=6, prefetch=256, swap=True)),
+    ("split", 16, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4, swap=True)),
+    ("gated", 16, Tiles(block_m=16, block_n=32, block_k=256, num_warps=2, num_stages=3, prefetch=0)),
+    ("plain", 32, Tiles(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=6, prefetch=256, swap=True)),
+    ("split", 32, Tiles(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4, swap=True)),
+    ("gated", 32, Tiles(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0)),
+    ("plain", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=6, prefetch=256, swap=True)),
+    ("split", 64, Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=6, prefetch=0, splits=4)),
+    ("gated", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256)),
+)
+_HEAD: _Table = (
+    ("plain", 1, Tiles(block_m=1, block_n=4, block_k=2048, num_warps=8, num_stages=1, prefetch=-1)),
+    ("plain", 16, Tiles(block_m=16, block_n=32, block_k=128, num_warps=2, num_stages=6, prefetch=-1)),
+    ("plain", 64, Tiles(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=4, prefetch=256)),
+)
+
+
+def tiles_for(rows: int, n: int, k: int, *, activation: str = "", splittable: bool = False, programmatic: bool = True) -> Tiles | None:
+    """The tiles for a product [rows, k] x [n, k] (n outputs, of which an activation needs two each), or None: cuBLAS.
+
+    `splittable` allows parts to be left for the kernel behind it to sum; `programmatic` allows programmatic launches."""
+    for most, tiles in _fitting(n, k, activation, splittable and rows > 1):
+        if rows <= most:
+            return tiles if programmatic else replace(tiles, prefetch=-1)
+    return None
+
+
+def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False) -> int:
+    """The largest number of rows that has tiles."""
+    return max(most for most, _ in _fitting(n, k, activation, splittable))
+
+
+def _fitting(n: int, k: int, activation: str, splittable: bool) -> list[tuple[int, Tiles]]:
+    nbytes = 2 * n * k * (2 if activation else 1)
+    table = _SMALL if nbytes <= _SMALL_BYTES else _HEAD if n >= _MANY_COLUMNS and not activation else _LARGE
+    kinds = ("gated",) if activation else ("split", "plain") if splittable else ("plain",)
+    return next(found for kind in kinds if (found := [(most, tiles) for name, most, tiles in table if name == kind]))

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from rung.cache import Manifest, Store
+from tests.cli.conftest import refused
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def store(rung_cache_dir: Path) -> Store:
+    store = Store(rung_cache_dir)
+    for number, name in enumerate(("aaa", "abb", "ccc")):
+        blobs = (store.put_blob(name.encode() * 1000),)
+        factors = {"torch": "2", "size": number, "deep": {"eps": number // 2}}
+        store.put(Manifest(kind="pieces", key=name, factors=factors, data={}, blobs=blobs, seconds={"compile": 2.0}, title=f"net {name}"))
+    store.log("miss", "plans", "key", "torch: 1 -> 2")
+    return store
+
+
+def parsed(result: Result) -> object:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_ls(rung: Run, store: Store) -> None:
+    rows = parsed(rung("cache", "ls", "--kind", "pieces", "--json"))
+    assert [(row["key"], row["title"], row["seconds"], row["pinned"]) for row in rows] == [  # type: ignore[attr-defined]
+        (name, f"net {name}", 2.0, False) for name in ("ccc", "abb", "aaa")
+    ]
+    assert "net abb" in rung("cache", "ls").stdout
+
+
+def test_show_names_the_factors_in_order(rung: Run, store: Store) -> None:
+    shown = parsed(rung("cache", "show", "c", "--json"))
+    assert list(shown["factors"]) == ["torch", "size", "deep"]  # type: ignore[index]
+    assert "compile 2.00 s" in rung("cache", "show", "c").stdout
+
+
+def test_diff_of_two_and_with_the_nearest(rung: Run, store: Store) -> None:
+    two = parsed(rung("cache", "diff", "aa", "c", "--json"))
+    assert two["factors"] == {"size": [0, 2], "deep.eps": [0, 1]}  # type: ignore[index]
+    assert parsed(rung("cache", "diff", "aa", "--json"))["second"] == "abb"  # type: ignore[index]
+    assert "deep.eps" in rung("cache", "diff", "aa", "c").stdout
+
+
+def test_explain_shows_the_latest_misses(rung: Run, store: Store) -> None:
+    (line,) = parsed(rung("cache", "explain", "--json"))  # type: ignore[misc]
+    assert (line["event"], line["why"]) == ("miss", "torch: 1 -> 2")
+    assert "torch: 1 -> 2" in rung("cache", "explain").stdout
+
+
+def test_verify_ends_with_1_on_damage(rung: Run, store: Store, rung_cache_dir: Path) -> None:
+    assert "6 files, 0 damaged" in rung("cache", "verify").stdout
+    next((rung_cache_dir / "blobs").iterdir()).write_bytes(b"bad")
+    result = rung("cache", "verify", "--json")
+    assert result.exit_code == 1
+    assert "is damaged" in json.loads(result.stdout)["problems"][0]["reason"]
+
+
+def test_prune_pin_and_stat(rung: Run, store: Store) -> None:
+    assert parsed(rung("cache", "pin", "aaa", "--json"))["entries"] == [["pieces", "aaa"]]  # type: ignore[index]
+    assert parsed(rung("cache", "prune", "--bytes", "1", "--dry-run", "--json"))["removed"] == [["pieces", "abb"], ["pieces", "ccc"]]  # type: ignore[index]
+    assert parsed(rung("cache", "stat", "--json"))["layers"][0]["entries"] == 3  # type: ignore[index]
+    rung("cache", "prune", "--bytes", "1")
+    (layer,) = parsed(rung("cache", "stat", "--json"))["layers"]  # type: ignore[index]
+    assert (layer["entries"], layer["pinned"], layer["blobs"]) == (1, 1, 1)
+    rung("cache", "pin", "aaa", "--remove")
+    assert "1 entries removed" in rung("cache", "prune", "--older-than", "0").stdout
+
+
+def test_export_import_and_clear(rung: Run, store: Store, tmp_path: Path) -> None:
+    assert parsed(rung("cache", "export", tmp_path / "b.tar.gz", "--json"))["blobs"] == 3  # type: ignore[index]
+    assert parsed(rung("cache", "--store", tmp_path / "other", "import", tmp_path / "b.tar.gz", "--json"))["manifests"] == 3  # type: ignore[index]
+    assert rung("cache", "clear").exit_code == 1  # nobody answers
+    assert parsed(rung("cache", "clear", "--yes", "--json"))["removed"] == 3  # type: ignore[index]
+    assert parsed(rung("cache", "ls", "--json")) == []
+
+
+@pytest.mark.parametrize("command", [("prune",), ("clear", "--yes"), ("pin", "aaa"), ("import", "file")])
+def test_a_read_only_store_is_not_changed(command: tuple[str, ...], rung: Run, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNG_CACHE_MODE", "read-only")
+    assert "read-only" in refused(rung("cache", *command))
+
+
+def test_a_store_that_others_may_write_is_refused(rung: Run, store: Store, rung_cache_dir: Path) -> None:
+    rung_cache_dir.chmod(0o777)
+    assert "may be written by everybody" in refused(rung("cache", "ls"))
+    assert rung("cache", "--trust-store", "ls").exit_code == 0
+
+
+def test_a_bundle_that_cannot_be_written_is_refused(rung: Run, store: Store, tmp_path: Path) -> None:
+    assert "there is no folder" in refused(rung("cache", "export", tmp_path / "no" / "b.tar"))

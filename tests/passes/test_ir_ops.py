@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rung.passes.ir import IR_OPS, LINEAR, IROp, Provider, gelu_and_mul, linear, norm_linear, silu_and_mul
+from rung.passes.ir.op import define_ir_op
+
+
+def test_activations_equal_torch() -> None:
+    x = torch.randn(3, 10)
+    torch.testing.assert_close(silu_and_mul(x), F.silu(x[:, :5]) * x[:, 5:])
+    torch.testing.assert_close(gelu_and_mul(x), F.gelu(x[:, :5], approximate="tanh") * x[:, 5:])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_products_equal_torch(rows: int) -> None:
+    x, weight, bias, norm = torch.randn(rows, 6), torch.randn(8, 6), torch.randn(8), torch.rand(6)
+    torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
+    torch.testing.assert_close(linear(x, weight, None, "silu"), silu_and_mul(F.linear(x, weight)))
+    wanted = F.linear(F.rms_norm(x, (6,), norm, 1e-5), weight, bias)
+    torch.testing.assert_close(norm_linear(x, norm, 1e-5, weight, bias), wanted)
+
+
+@pytest.mark.parametrize("op", [op for op in IR_OPS if op.providers], ids=lambda op: op.name)
+def test_op_with_providers_can_be_tested(op: IROp) -> None:
+    assert op.sample is not None
+    assert op.tolerance
+    args = op.sample(3, torch.float32, torch.device("cpu"))
+    results = getattr(torch.ops.rung, op.name)(*args)
+    for result, wanted in zip(results, op.body(*args), strict=True):
+        assert torch.equal(result, wanted)
+    for provider in op.providers:
+        assert provider.why_not(*args) == "'cpu' is no CUDA device"
+
+
+def test_reason_names_what_is_not_taken() -> None:
+    provider, refused = LINEAR.choose(torch.randn(2, 3), torch.randn(4, 3), None, "")
+    assert provider is None
+    assert refused == {"triton": "'cpu' is no CUDA device"}
+
+
+def _define(name: str, *providers: tuple[str, str | None]) -> IROp:
+    def provider(label: str, reason: str | None) -> Provider:
+        return Provider(label, lambda x: reason, lambda x: x + len(label), lambda x: "")
+
+    return define_ir_op(f"{name}(Tensor x) -> Tensor", lambda x: x.clone(), tuple(provider(*item) for item in providers))
+
+
+@pytest.mark.parametrize(
+    ("name", "providers", "chosen", "added"),
+    [
+        ("test_first", (("a", None), ("bb", None)), "a", 1.0),
+        ("test_second", (("a", "too small"), ("bb", None)), "bb", 2.0),
+        ("test_none", (("a", "too small"), ("bb", "too big")), None, 0.0),
+    ],
+)
+def test_first_provider_that_fits_runs(name: str, providers: Any, chosen: str | None, added: float) -> None:
+    op = _define(name, *providers)
+    x = torch.zeros(2)
+    provider, refused = op.choose(x)
+    assert (provider.name if provider else None) == chosen
+    assert refused == dict(providers[: len(refused)])
+    assert torch.equal(op.overload(x), x + added)

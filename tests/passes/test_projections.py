@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+
+from rung import torch_compat
+from rung.models.llama import LlamaMLP, RMSNorm
+from rung.models.random import SHAPES
+from rung.passes.fusion import Projections
+from rung.passes.fusion.projections import takes
+from rung.passes.ir import IROp
+from rung.passes.lowering import lower
+
+TINY = SHAPES["tiny"]
+
+
+class Block(nn.Module):
+    """What lies between two attentions. `case` leaves out or adds what a join needs."""
+
+    def __init__(self, case: str = "") -> None:
+        super().__init__()
+        self.case = case
+        self.o_proj = nn.Linear(64, 64, bias=False)
+        self.norm = RMSNorm(64, 1e-5)
+        self.mlp = LlamaMLP(TINY)
+        self.next_norm = RMSNorm(64, 1e-5)
+        self.qkv_proj = nn.Linear(64, 96)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        projected = self.o_proj(x)
+        residual = projected * 2 + residual if self.case == "product is scaled" else projected + residual
+        normed = self.norm(residual)
+        early = residual * 3 if self.case == "sum is used early" else residual
+        residual = self.mlp(normed) + residual
+        query = self.qkv_proj(self.next_norm(residual))
+        return query, residual, normed if self.case == "norm is used" else early
+
+
+def joined(
+    block: Block, why_not: Callable[[IROp, tuple[object, ...]], str | None]
+) -> tuple[fx.GraphModule, dict[str, int], list[torch.Tensor]]:
+    """The block as a piece reaches the passes, after the pass; what that reports; and the weights, which are the piece's arguments."""
+    names = [name for name, _ in block.named_parameters()]
+    weights = [weight.detach() for weight in block.parameters()]
+
+    def piece(x: torch.Tensor, residual: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result: tuple[torch.Tensor, ...] = torch.func.functional_call(block, dict(zip(names, given, strict=True)), (x, residual))
+        return result
+
+    mode = FakeTensorMode()
+    inputs = [mode.from_tensor(tensor) for tensor in (torch.empty(3, 64), torch.empty(3, 64), *weights)]
+    traced = torch_compat.trace_body(piece, inputs)
+    report = Projections(why_not).run(traced.graph)
+    traced.recompile()
+    return traced, report, weights
+
+
+@pytest.mark.parametrize(
+    ("case", "counts"),
+    [
+        ("", {"linear_norm_linear": 2, "norm_linear": 0, "linear": 0}),
+        ("product is scaled", {"linear_norm_linear": 1, "norm_linear": 1, "linear": 0}),
+        ("norm is used", {"linear_norm_linear": 1, "norm_linear": 0, "linear": 1, "near miss: a norm before a product has other users": 1}),
+        (
+            "sum is used early",
+            {
+                "linear_norm_linear": 1,
+                "norm_linear": 1,
+                "linear": 0,
+                "near miss: the sum before a norm is used before the product behind the norm": 1,
+            },
+        ),
+    ],
+)
+def test_joined_block_means_the_same(case: str, counts: dict[str, int]) -> None:
+    block = Block(case)
+    piece, report, weights = joined(block, lambda op, args: None)
+    assert report == counts
+    x, residual = torch.randn(3, 64), torch.randn(3, 64)
+    with torch.no_grad():
+        wanted = block(x, residual)
+        for result, expected in zip(piece(x, residual, *weights), wanted, strict=True):
+            torch.testing.assert_close(result, expected)
+        lowered = lower(piece.graph)  # without a provider on this device, back to the bodies
+        assert set(lowered) <= {"linear_norm_linear", "norm_linear", "linear", "rms_norm"}
+        piece.recompile()
+        for result, expected in zip(piece(x, residual, *weights), wanted, strict=True):
+            torch.testing.assert_close(result, expected)
+
+
+def test_without_a_provider_the_graph_stays_and_the_report_says_why() -> None:
+    piece, report, _ = joined(Block(), takes)
+    assert report["linear_norm_linear"] == report["norm_linear"] == report["linear"] == 0
+    assert report["near miss: linear_norm_linear: triton: 'cpu' is no CUDA device"] == 2
+    assert lower(piece.graph) == {"rms_norm": 2, "silu_and_mul": 1}

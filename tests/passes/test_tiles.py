@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from rung.passes.kernels.tiles import most_rows, tiles_for
+
+SHAPES = [(6144, 4096, ""), (4096, 4096, ""), (14336, 4096, "silu"), (4096, 14336, ""), (128256, 4096, "")]
+SHAPES += [(960, 576, ""), (576, 576, ""), (1536, 576, "silu"), (576, 1536, ""), (49152, 576, ""), (53248, 16384, "silu"), (7, 33, "gelu")]
+
+
+@pytest.mark.parametrize(("n", "k", "activation"), SHAPES)
+@pytest.mark.parametrize("splittable", [False, True])
+def test_every_number_of_rows_has_an_answer(n: int, k: int, activation: str, splittable: bool) -> None:
+    most = most_rows(n, k, activation=activation, splittable=splittable)
+    for rows in range(1, 600):
+        tiles = tiles_for(rows, n, k, activation=activation, splittable=splittable)
+        assert (tiles is not None) == (rows <= most)
+        if tiles is None:
+            continue
+        assert (tiles.block_m == 1) == (rows == 1)  # the kernel for one row is the one that norms
+        assert tiles.splits == 1 or (splittable and rows > 1 and not activation)
+        staged = (tiles.block_m + tiles.block_n * (2 if activation else 1)) * tiles.block_k * 2 * tiles.num_stages
+        assert rows == 1 or staged <= 227 * 1024  # shared memory of a block on 9.0
+
+
+def test_without_programmatic_launches_nothing_is_fetched_ahead() -> None:
+    tiles = tiles_for(8, 4096, 4096, programmatic=False)
+    assert tiles is not None
+    assert tiles.prefetch == -1

@@ -70,7 +70,7 @@ def plain_name(op: str) -> str:
 
 
 def _without_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with outputs of their own: what an op returns is taken for new memory."""
+    """The function with contiguous outputs of their own: what an op returns is taken for new memory of the traced layout."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -80,8 +80,8 @@ def _without_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
         outputs = [result] if isinstance(result, torch.Tensor) else list(result)
         used = {value.untyped_storage()._cdata for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
         for index, value in enumerate(outputs):
-            if value.untyped_storage()._cdata in used:
-                outputs[index] = value.clone()
+            shared = value.untyped_storage()._cdata in used
+            outputs[index] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
             used.add(outputs[index].untyped_storage()._cdata)
         return outputs[0] if isinstance(result, torch.Tensor) else type(result)(outputs)
 
@@ -92,8 +92,18 @@ def _fake(function: Callable[..., Any], out: str | Callable[..., Any] | None, sc
     if schema.endswith("-> ()"):
         return lambda *args, **kwargs: None
     if not isinstance(out, str):
-        return function if out is None else out
+        return _contiguous(function if out is None else out)
     signature = inspect.signature(function)
     if out not in signature.parameters:
         raise ConfigError(f"{function.__qualname__} has no argument {out!r}", hint=f"out names one of {list(signature.parameters)}")
-    return lambda *args, **kwargs: torch.empty_like(signature.bind(*args, **kwargs).arguments[out])
+    return _contiguous(lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments[out])
+
+
+def _contiguous(outputs: Callable[..., Any]) -> Callable[..., Any]:
+    """New contiguous tensors of the sizes, dtypes and devices of what `outputs` returns."""
+
+    def empty(*args: Any, **kwargs: Any) -> Any:
+        made = outputs(*args, **kwargs)
+        return made.new_empty(made.shape) if isinstance(made, torch.Tensor) else type(made)(item.new_empty(item.shape) for item in made)
+
+    return empty

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rung import torch_compat
 from rung.compile.sources import code_digest
 from rung.errors import ConfigError
 
@@ -78,11 +79,11 @@ def _without_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
         if result is None:
             return None
         outputs = [result] if isinstance(result, torch.Tensor) else list(result)
-        used = {value.untyped_storage()._cdata for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+        used = {torch_compat.storage_identity(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
         for index, value in enumerate(outputs):
-            shared = value.untyped_storage()._cdata in used
+            shared = torch_compat.storage_identity(value) in used
             outputs[index] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
-            used.add(outputs[index].untyped_storage()._cdata)
+            used.add(torch_compat.storage_identity(outputs[index]))
         return outputs[0] if isinstance(result, torch.Tensor) else type(result)(outputs)
 
     return run

@@ -11,12 +11,11 @@ from torch.utils import _pytree as pytree  # public only as torch.utils._pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # there is no public name
 
 OpOverload = torch._ops.OpOverload  # one overload of a registered op
-OpOverloadPacket = torch._ops.OpOverloadPacket  # all overloads of one name
 
 
 def single_overload(target: Any) -> Any:
     """The overload behind an op packet that has only one; anything else as it is."""
-    if isinstance(target, OpOverloadPacket):
+    if isinstance(target, torch._ops.OpOverloadPacket):
         names = target.overloads()
         return getattr(target, names[0]) if len(names) == 1 else target
     return target
@@ -82,3 +81,10 @@ def end_allocation_to_pool(device: torch.device, handle: tuple[int, int]) -> Non
     """Take the caching allocator out of capture mode after a capture that could not be ended: until then it refuses `empty_cache` and
     retries after running out of memory (pytorch/pytorch#190308). Raises when the failed end has done it already."""
     torch._C._cuda_endAllocateToPool(device.index or 0, handle)
+
+
+def is_op(value: object) -> bool:
+    """Whether an object is a registered op, with or without its overload named."""
+    from torch._ops import OpOverload, OpOverloadPacket
+
+    return isinstance(value, OpOverload | OpOverloadPacket)

@@ -44,7 +44,7 @@ def _described_callable(value: Any) -> Any:
         return ["method", [describe(value.__func__), _qualified(type(value.__self__))]]
     if isinstance(value, functools.partial):
         return _all("partial", (value.func, *value.args, *value.keywords, *value.keywords.values()))
-    if isinstance(value, torch_compat.OpOverload | torch_compat.OpOverloadPacket):
+    if torch_compat.is_op(value):
         return ["op", str(value)]
     if callable(value) and getattr(value, "__qualname__", None):
         return ["callable", _qualified(value)]

@@ -111,7 +111,7 @@ class ModelRunner:
             self.forward.bind_decode(self.decode)
         self._batches = BatchBuilder(self.slots)
         self._fitting: npt.NDArray[np.int64] | None = None  # slots of the last batch that a decode graph could sample
-        self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows, self._group_blocks, vocab_size)
+        self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows, vocab_size)
         self.forward.watch(self.static_tensors)
         self.hooks = StepHooks()
         self._parked: ParkedStep | None = None
@@ -128,9 +128,6 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.kv_caches = allocate_kv_caches(self.layers, self.kv_groups, num_blocks, self.config, self.dtype, self.device)
         self._bind_layers(self._backend)
-
-    def _group_blocks(self) -> list[int]:
-        return [self.kv_caches[group.layers[0]].key.shape[0] for group in self.kv_groups]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -155,7 +152,7 @@ class ModelRunner:
         self._check_bound()
         changes = changes_slots(plan)
         repeated = None if changes else self._batches.repeated(plan)
-        self._checker.check(plan, repeated)
+        self._checker.check(plan, [self.kv_caches[group.layers[0]].key.shape[0] for group in self.kv_groups], repeated)
         try:
             if changes:
                 self._inputs.forget()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +10,11 @@ import torch
 from torch import nn
 
 from rung import torch_compat
-from rung.attention import attention_layers
-from rung.attention.backends.triton_paged import TritonPaged
+from rung.attention.backends.triton_paged import TritonPaged, zero_padded_rows_triton
 from rung.compile.compiled import CompiledFunction
 from rung.counters import Counters
 from rung.graphs import Dispatch, GraphMode
-from rung.launch import Rehearsal, rehearse_launches
+from rung.launch import rehearse_launches
 from rung.runner import RunnerConfig
 from rung.runner.build import planned_descriptors
 from rung.runner.decode import DecodePlan
@@ -43,16 +41,17 @@ class NoTransfer(HostToDevice):
         return torch.empty(source.shape, dtype=torch.from_numpy(source).dtype, device=self.device)
 
 
-def build_kernels(module: nn.Module, compiled: CompiledFunction, configs: Sequence[RunnerConfig], capability: int) -> tuple[int, int]:
-    """(compiled, found in the store): the images that runners of these configurations launch, with Triton's attention, whose kernels
-    include those that are launched beside FlashAttention. `module` and the weights of `compiled` have no memory."""
-    owner = {compiled.plan.inputs[number].local: module for number in compiled.weights}
+def build_kernels(
+    module: nn.Module, compiled: CompiledFunction, configs: Sequence[RunnerConfig], capability: int, *, threads: int = 1
+) -> tuple[int, int]:
+    """(compiled, found in the store): the images that runners of these configurations launch, with Triton's attention and beside
+    FlashAttention's. `module` and the weights of `compiled` have no memory, and `compiled` cannot run after this."""
     compiled.wrap_pieces(torch_compat.memoryless)
-    compiled.rebind(owner)
+    compiled.rebind({compiled.plan.inputs[number].local: module for number in compiled.weights})
     with torch_compat.fake_mode_of(module), torch.no_grad(), rehearse_launches(capability) as rehearsal:
         for config in configs:
             _rehearse(module, compiled, config)
-    return rehearsal.build()
+    return rehearsal.build(threads)
 
 
 def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfig) -> None:
@@ -68,13 +67,11 @@ def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfi
     )
     rehearse(runner, compiled)
     decode = DecodePlan(compiled, runner.decode)
-    for descriptor in planned_descriptors(config, TritonPaged.capture_support):
-        if descriptor.mode is not GraphMode.FULL:
-            continue  # its breaks run as in a step without graphs
+    descriptors = planned_descriptors(config, TritonPaged.capture_support)
+    for descriptor in [found for found in descriptors if found.mode is GraphMode.FULL and found.uniform_query_len == 1][:1]:
         rows = descriptor.num_tokens
-        plan: Any = decode if descriptor.uniform_query_len == 1 else compiled
         with runner.dummy_context(Dispatch(descriptor)):
-            plan(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])
-
-
-__all__ = ["Rehearsal", "attention_layers", "build_kernels"]
+            decode(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])
+    for spec in {layer.spec for layer in runner.layers.values()}:  # FlashAttention leaves padded rows as they are
+        out = torch.empty(1, spec.num_heads, spec.head_size, dtype=runner.dtype, device=device)
+        zero_padded_rows_triton(out, runner.buffers.query_start_loc)

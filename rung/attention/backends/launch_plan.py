@@ -70,12 +70,16 @@ def plan_launch(
     return Launch(block_q=block_q, block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=num_stages)
 
 
-def rehearsal_batches(spec: AttentionSpec, limits: BatchBounds, *, block_size: int, processors: int, element_size: int) -> list[BatchBounds]:
+def rehearsal_batches(
+    spec: AttentionSpec, limits: BatchBounds, *, block_size: int, processors: int, element_size: int
+) -> list[BatchBounds]:
     """Batches within `limits` that together take every kernel which a batch within them can take. Sizes are sampled: what is planned
     changes with them by thresholds far apart (a test looks at all of them)."""
     group = spec.num_heads // spec.num_kv_heads
     ends = [size // group for size in (16, 32, 64)]  # query lengths up to which a program has so few rows
-    lengths = sorted({min(max(length, 1), limits.max_query_len) for end in (1, *ends) for length in (end, end + 1)} | {limits.max_query_len})
+    lengths = sorted(
+        {min(max(length, 1), limits.max_query_len) for end in (1, *ends) for length in (end, end + 1)} | {limits.max_query_len}
+    )
     found: dict[tuple[object, ...], BatchBounds] = {}
     for length in lengths:
         for num_requests in _sampled(1, limits.num_requests):

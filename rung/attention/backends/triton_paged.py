@@ -100,9 +100,7 @@ class TritonPaged(AttentionBackend):
         return None
 
     def rehearsal(self, limits: BatchBounds, block_size: int, dtype: torch.dtype, device: torch.device) -> Sequence[BatchBounds]:
-        return rehearsal_batches(
-            self.spec, limits, block_size=block_size, processors=_processors(device), element_size=dtype.itemsize
-        )
+        return rehearsal_batches(self.spec, limits, block_size=block_size, processors=_processors(device), element_size=dtype.itemsize)
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write_kv_triton(key, value, cache, slot_mapping)

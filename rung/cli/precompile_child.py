@@ -7,14 +7,14 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from typing import Any
 
 from rung.cli.precompile_jobs import Job, run_here
 
 
 def main() -> None:
-    given: dict[str, Any] = json.load(sys.stdin)
-    job = Job(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    given = json.load(sys.stdin)
+    given |= {name: tuple(given[name]) for name in ("sizes", "requests")}
+    job = Job(**given)
     if job.place != "native":
         from rung.torch_compat import pretend_cuda
 

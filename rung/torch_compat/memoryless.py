@@ -17,7 +17,7 @@ from rung.errors import CompileError
 
 def memoryless(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """A loaded piece (`raw_callable`) as a function of tensors without memory. The loaded wrapper is changed for good."""
-    entry = _entry(call)
+    entry: Any = _entry(call)
     names = entry.__func__.__globals__ if isinstance(entry, types.MethodType) else entry.__globals__
     for name, value in list(names.items()):
         if hasattr(value, "run") and type(value).__module__.startswith("torch._inductor."):
@@ -29,7 +29,8 @@ def memoryless(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         "assert_alignment": _nothing,
         "get_raw_stream": lambda index: 0,
     }
-    return entry
+    found: Callable[[list[Any]], Any] = entry
+    return found
 
 
 def fake_mode_of(module: torch.nn.Module) -> Any:

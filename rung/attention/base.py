@@ -13,7 +13,7 @@ The break contract of rung, in terms of attention:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
@@ -92,6 +92,16 @@ class AttentionMetadata:
         return int(self.host.seq_lens.sum()) == int(self.host.query_start_loc[-1])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchBounds:
+    """What of a batch may steer a launch: its sizes and the upper bounds of its lengths, or the largest that there can be."""
+
+    num_tokens: int
+    num_requests: int
+    max_query_len: int
+    max_seq_len: int
+
+
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """The paged keys and values of one layer. The runner owns the storage; its address never changes while a graph lives."""
@@ -117,6 +127,11 @@ class AttentionBackend(ABC):
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+
+    def rehearsal(self, limits: BatchBounds, block_size: int, dtype: torch.dtype, device: torch.device) -> Sequence[BatchBounds]:
+        """Batches that, run once each, make the backend load every kernel that any batch within `limits` may ask for. None for backends
+        whose kernels come loaded."""
+        return ()
 
     @abstractmethod
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from rung.compile.report import CompileReport
 from rung.config import CompileConfig
 from rung.counters import Counters
 from rung.errors import ConfigError
-from rung.graphs import CaptureReport, ConfiguredMode, make_backend, plan_descriptors, resolve_mode
+from rung.graphs import CaptureReport, ConfiguredMode, Descriptor, make_backend, plan_descriptors, resolve_mode
 from rung.graphs.capture import has_host_breaks
 from rung.graphs.guard import Addresses, module_tensors
 from rung.graphs.memory_budget import Steps
@@ -35,6 +35,7 @@ from rung.runner.memory_plan import MemoryPlan
 from rung.runner.model_runner import ModelRunner
 from rung.runner.ops import default_ops
 from rung.runner.profile import PROFILE_BLOCKS, needs_profile, profile_memory
+from rung.runner.rehearsal import rehearse
 from rung.runner.scheduler import Scheduler
 from rung.runner.step_trace import capture_ladder, open_step_trace, recorded_steps
 from rung.runner.text import Tokenizer
@@ -103,6 +104,8 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
             num_blocks=PROFILE_BLOCKS if profiled else None,
             vocab_size=getattr(getattr(module, "config", None), "vocab_size", None),
         )
+    with start.phase("load kernels"):
+        rehearse(runner, call)
     if profiled:
         with start.phase("profile"):
             start.memory = profile_memory(runner, call)
@@ -165,17 +168,10 @@ def _graph_forward(
     steps: Steps | None,
 ) -> GraphForward:
     mode = ConfiguredMode(config.graphs)
-    descriptors = plan_descriptors(
-        capture_ladder(config),
-        mode,
-        max_num_requests=config.max_num_requests,
-        uniform_query_lens=config.decode_query_lens,
-        capture_support=support,
-    )
     return GraphForward(
         compiled,
         make_backend(device),
-        descriptors,
+        planned_descriptors(config, support),
         config,
         vocab_size=module.config.vocab_size,
         device=device,
@@ -184,6 +180,18 @@ def _graph_forward(
         counters=counters,
         steps=steps,
     )
+
+
+def planned_descriptors(config: RunnerConfig, support: CaptureSupport) -> tuple[Descriptor, ...]:
+    """What graphs are captured for, with attention that can be captured so far."""
+    found = plan_descriptors(
+        capture_ladder(config),
+        ConfiguredMode(config.graphs),
+        max_num_requests=config.max_num_requests,
+        uniform_query_lens=config.decode_query_lens,
+        capture_support=support,
+    )
+    return tuple(found)
 
 
 def _addresses(compiled: CompiledFunction, module: nn.Module, config: RunnerConfig) -> Addresses:

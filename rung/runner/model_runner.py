@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -69,6 +70,7 @@ class ModelRunner:
         trace: StepTrace | None = None,
         num_blocks: int | None = None,
         vocab_size: int | None = None,
+        transfer: HostToDevice | None = None,
     ) -> None:
         first = next(module.parameters())
         self.module = module
@@ -88,7 +90,7 @@ class ModelRunner:
         self.allocate_kv_cache(num_blocks)
 
         self.ops = ops = ops or default_ops(self.device)[0]
-        transfer = HostToDevice(self.device, self.counters)
+        transfer = transfer or HostToDevice(self.device, self.counters)
         self.slots = RequestSlots(config.max_num_requests, config.max_model_len, transfer, ops)
         self.block_tables = tuple(
             BlockTable(config.max_num_requests, config.max_blocks_per_request, config.max_num_tokens, config.block_size, transfer, ops)
@@ -117,7 +119,6 @@ class ModelRunner:
         self._parked: ParkedStep | None = None
         self._plan = StepPlan()  # of the parked step
         self._trace = trace
-        self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Replace the KV cache by one of `num_blocks` blocks (as `kv_groups.group_blocks` counts them). No request may run, and no graph
@@ -128,6 +129,10 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.kv_caches = allocate_kv_caches(self.layers, self.kv_groups, num_blocks, self.config, self.dtype, self.device)
         self._bind_layers(self._backend)
+
+    @functools.cached_property
+    def _copy_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def windows(self) -> tuple[int | None, ...]:

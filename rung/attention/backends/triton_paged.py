@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
-from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, padded, plan_launch, query_blocks
+from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, padded, plan_launch, query_blocks, rehearsal_batches
 from rung.attention.backends.rotary_write import rotate_and_write_triton
 from rung.attention.backends.strides import cache_strides, rows
-from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
+from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
 from rung.attention.rotation import Rotation
 from rung.errors import ConfigError
 from rung.launch import TritonLauncher
@@ -97,6 +98,9 @@ class TritonPaged(AttentionBackend):
         if spec.scale <= 0:
             return f"scale {spec.scale} is not positive"
         return None
+
+    def rehearsal(self, limits: BatchBounds, block_size: int, dtype: torch.dtype, device: torch.device) -> Sequence[BatchBounds]:
+        return rehearsal_batches(self.spec, limits, block_size=block_size, processors=_processors(device), element_size=dtype.itemsize)
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write_kv_triton(key, value, cache, slot_mapping)

@@ -59,6 +59,12 @@ def tiles_for(rows: int, n: int, k: int, *, activation: str = "", splittable: bo
     return None
 
 
+def row_cases(maximum: int) -> tuple[int, ...]:
+    """Numbers of rows up to `maximum` that, for a product of any size, together take all the kernels that any number up to it can take."""
+    ends = {most for table in (_SMALL, _LARGE, _HEAD) for _, most, _ in table}
+    return tuple(sorted({end for end in ends if end < maximum} | {maximum}))
+
+
 def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False) -> int:
     """The largest number of rows that has tiles."""
     return max(most for most, _ in _fitting(n, k, activation, splittable))

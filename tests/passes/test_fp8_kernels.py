@@ -1,6 +1,7 @@
 """Kernels that quantise, and products by e4m3 weights, in Triton's interpreter (see `test_product_interpreted.py`).
 
-The interpreter rounds ties away from zero where torch and the device round them to even: e4m3 values may differ by one step there."""
+The interpreter of Triton 3.6 loses the carry of a number that rounding to e4m3 lifts to the next power of two (it becomes half of it). So
+the kernels store float32 here, and torch rounds; `tests/gpu/test_fp8.py` tests them as they are. Reading e4m3 is exact."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from rung.passes.ir.activation import gelu_body, silu_body
 from rung.passes.ir.fp8 import GROUP, quant_group_body, quant_per_token_body, quant_static_body
 from rung.passes.ir.fp8_linear import FP8_BLOCK, dequantised, fp8_block_body, fp8_norm_linear_body
 from rung.passes.ir.rms_norm import rms_norm_body
-from rung.passes.kernels import fp8
+from rung.passes.kernels import fp8, fp8_launches
 from rung.passes.kernels.fp8_launches import add_norm_quantise, quantise
 from rung.passes.kernels.launches import Surroundings, Tiles, product
 
@@ -22,16 +23,23 @@ pytestmark = [
     pytest.mark.skipif(why_no_triton(torch.device("cpu")) is not None, reason="needs Triton's interpreter"),
     pytest.mark.filterwarnings("ignore:overflow encountered in exp"),
 ]
-TILES = Tiles(block_m=16, block_n=16, block_k=32)
-SWAPPED = Tiles(block_m=16, block_n=16, block_k=32, swap=True)
-VECTOR = Tiles(block_m=1, block_n=4, block_k=64, num_stages=1)
-SPLIT = Tiles(block_m=16, block_n=16, block_k=32, splits=2)
+TILES = Tiles(block_m=16, block_n=64, block_k=64)
+SWAPPED = Tiles(block_m=16, block_n=64, block_k=128, swap=True)
+VECTOR = Tiles(block_m=1, block_n=64, block_k=256, num_stages=1)
+SPLIT = Tiles(block_m=16, block_n=32, block_k=32, splits=2)
 BODIES = {"": lambda x: x, "silu": silu_body, "gelu": gelu_body}
 STATIC = torch.tensor([0.004])
 
 
+@pytest.fixture(autouse=True)
+def _rounded_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_launches, "E4M3", torch.float32)
+
+
 def steps_apart(found: torch.Tensor, wanted: torch.Tensor) -> int:
-    """The largest distance in e4m3 numbers."""
+    """The largest distance in e4m3 numbers: 1 where another order of operations decides a tie."""
+    assert found.abs().max() <= 448
+    found = found.to(torch.float8_e4m3fn)
     codes = [(x.view(torch.uint8).int() & 127) * torch.where(x.view(torch.uint8) > 127, -1, 1) for x in (found, wanted)]
     return int((codes[0] - codes[1]).abs().max())
 
@@ -82,7 +90,7 @@ def weight_of(n: int, k: int, squares: bool) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("squares", [False, True], ids=["outputs", "squares"])
 @pytest.mark.parametrize("activation", ["", "silu"])
 def test_product_by_an_e4m3_weight(tiles: Tiles, rows: int, squares: bool, activation: str) -> None:
-    x, bias = torch.randn(rows, 256) * 0.1, torch.randn(256)
+    x, bias = torch.randn(rows, 256) * 0.1, torch.randn(256)  # two squares each way
     weight, scale = weight_of(256, 256, squares)
     found = product(x, weight, Surroundings(bias=bias, weight_scale=scale, activation=activation), tiles)
     wanted = BODIES[activation](x.double() @ dequantised(weight, scale).double().T + bias.double())
@@ -96,7 +104,8 @@ def test_parts_of_a_split_product_are_scaled() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_block_of_few_rows(rows: int) -> None:
+def test_block_of_few_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(fp8, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT if splittable else TILES)
     assert FP8_BLOCK.sample is not None
     args = FP8_BLOCK.sample(rows, torch.float32, torch.device("cpu"))
     for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
@@ -106,7 +115,7 @@ def test_block_of_few_rows(rows: int) -> None:
 
 def multiplied(x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, by: torch.Tensor, bias: Any, dtype: Any) -> torch.Tensor:
     """`torch_compat.scaled_mm` in float32."""
-    wide = x.float().unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)
+    wide = x.to(torch.float8_e4m3fn).float().unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)
     return torch.nn.functional.linear(wide.flatten(1), dequantised(weight, by), bias)
 
 
@@ -119,7 +128,8 @@ def test_block_of_many_rows_quantises_behind_norms_and_the_activation(monkeypatc
 
     monkeypatch.setattr(fp8, "scaled_mm", scaled_mm)
     monkeypatch.setattr(fp8, "tiles_for", lambda *args, **named: None)
-    args = FP8_BLOCK.sample(5, torch.float32, torch.device("cpu")) if FP8_BLOCK.sample else ()
+    assert FP8_BLOCK.sample is not None
+    args = FP8_BLOCK.sample(5, torch.float32, torch.device("cpu"))
     for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
         assert (found - wanted).norm() <= 1e-2 * wanted.norm()  # ties apart, the same roundings
     assert calls == [(5, 320), (5, 192), (5, 320), (5, 192)]

@@ -10,6 +10,7 @@ from rung.launch import TritonLauncher
 
 _KERNELS = "rung.passes.kernels.fp8_kernels"  # named, not imported: it needs Triton, which a warm start does without
 QUANTISE = TritonLauncher(_KERNELS, "quantise_kernel")
+E4M3 = torch.float8_e4m3fn
 ADD_NORM_QUANTISE = TritonLauncher(_KERNELS, "add_norm_quantise_kernel")
 
 
@@ -62,7 +63,7 @@ def add_norm_quantise(
 
 def _empty(rows: int, n: int, group: int, device: torch.device) -> Quantised:
     scales = torch.empty((n // group if group else 1, rows), dtype=torch.float32, device=device).t()
-    return Quantised(torch.empty((rows, n), dtype=torch.float8_e4m3fn, device=device), scales)
+    return Quantised(torch.empty((rows, n), dtype=E4M3, device=device), scales)
 
 
 def _kind(input_scale: torch.Tensor | None, group: int) -> str:

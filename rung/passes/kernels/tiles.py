@@ -70,10 +70,10 @@ def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False,
 
 def _for_fp8(tiles: Tiles) -> Tiles:
     """Not measured yet: the same bytes on their way as the tiles for bf16 have, where the matrix units do not bound the length of k; these
-    take at most one square of scales at a time."""
+    take at most one square of scales at a time. Weights are converted in registers, where only the left side can stay."""
     prefetch = 2 * tiles.prefetch if tiles.prefetch > 0 else tiles.prefetch
     block_k = 2 * tiles.block_k if tiles.block_m == 1 else min(tiles.block_k, 128)
-    return replace(tiles, prefetch=prefetch, block_k=block_k)
+    return replace(tiles, prefetch=prefetch, block_k=block_k, swap=tiles.swap or (tiles.block_m > 1 and tiles.block_n >= 64))
 
 
 def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: bool) -> list[tuple[int, Tiles]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -53,6 +53,16 @@ class FP8Linear(nn.Module):
             values, scale = torch.ops.rung.fp8_quant_per_token(x)
         result: torch.Tensor = torch.ops.rung.fp8_linear(values, scale, self.weight, self.weight_scale, self.bias, x.dtype)
         return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch 2.13 cannot unpickle an e4m3 tensor outside of torch.save: its storages have no type that the old format knows.
+        state = self.__dict__.copy()
+        state["_parameters"] = {**self._parameters, "weight": self.weight.detach().view(torch.uint8)}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._parameters["weight"] = _parameter(state["_parameters"]["weight"].view(E4M3))
 
     def extra_repr(self) -> str:
         kind = "static" if self.input_scale is not None else f"groups of {self.group}" if self.group else "per token"

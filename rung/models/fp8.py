@@ -61,7 +61,7 @@ class FP8Linear(nn.Module):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._parameters["weight"] = _parameter(state["_parameters"]["weight"].view(E4M3))
 
     def extra_repr(self) -> str:

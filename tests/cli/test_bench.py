@@ -124,6 +124,7 @@ def _last_error(result: Result) -> str:
     return result.stderr.splitlines()[-2]
 
 
+@pytest.mark.slow
 def test_quantised_model_is_timed(rung: Rung) -> None:
     fp8 = ("--quantize", "fp8", "--kv-cache-dtype", "fp8")
     found = rows(rung("bench", "tiny", "--sizes", 2, "--modes", "eager", "--context", 8, *fp8, *QUICK, "--json"))

@@ -1,4 +1,4 @@
-"""FP8 on the device: kernels that quantise, products, the cache, and a model. `test_linear.py` holds the joined ops against their bodies."""
+"""FP8 on the device: kernels that quantise, products, the cache, and a model. `test_linear.py` holds the joined ops too."""
 
 from __future__ import annotations
 

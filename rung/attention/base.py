@@ -104,10 +104,19 @@ class BatchBounds:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The paged keys and values of one layer. The runner owns the storage; its address never changes while a graph lives."""
+    """The paged keys and values of one layer. The runner owns the storage; its address never changes while a graph lives.
+
+    A cache may be `float8_e4m3fn`. It then holds keys / `key_scale` and values / `value_scale`, clamped to the 448 that e4m3 reaches, and
+    who reads multiplies. The scales are numbers, which a captured graph keeps; caches of other dtypes have scales of 1."""
 
     key: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_size]
     value: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_size]
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.key.dtype == torch.float8_e4m3fn
 
     @property
     def block_size(self) -> int:
@@ -124,6 +133,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def why_not(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
         """The reason why this backend cannot serve such a layer here, or None when it can."""
+
+    @classmethod
+    def why_not_fp8_cache(cls, device: torch.device) -> str | None:
+        """The reason why this backend does not take an e4m3 cache, or None when it does."""
+        return "it keeps keys and values in the model's dtype only"
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

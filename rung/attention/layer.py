@@ -132,9 +132,15 @@ torch.library.register_fake("rung::attention", _rehearsed(attention, _fake_atten
 class Attention(nn.Module):
     """Paged attention of one layer over the flat batch. `name` must be unique in the model.
 
-    The KV cache and the backend are bound later, by `bind`; they are no parameters and no buffers."""
+    The KV cache and the backend are bound later, by `bind`; they are no parameters and no buffers. `key_scale` and `value_scale` are what
+    an e4m3 cache that a runner allocates is scaled by (see `KVCache`): the largest magnitude to be kept, divided by 448, or more."""
 
-    rung_unread_attributes = ("backend", "kv_cache")  # forward does not read them, so a plan does not depend on them
+    rung_unread_attributes = (
+        "backend",
+        "kv_cache",
+        "key_scale",
+        "value_scale",
+    )  # forward does not read them, so a plan does not depend on them
 
     def __init__(self, name: str, spec: AttentionSpec) -> None:
         super().__init__()
@@ -142,6 +148,8 @@ class Attention(nn.Module):
         self.spec = spec
         self.backend: AttentionBackend | None = None
         self.kv_cache: KVCache | None = None
+        self.key_scale = 1.0
+        self.value_scale = 1.0
 
     def bind(self, backend: AttentionBackend, kv_cache: KVCache) -> None:
         """Give the layer its backend and its cache; the caller keeps ownership of the cache."""

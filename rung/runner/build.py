@@ -29,7 +29,7 @@ from rung.runner.engine import Engine
 from rung.runner.executor import InProcessExecutor
 from rung.runner.forward import EagerForward, Forward
 from rung.runner.graph_forward import DIM, GraphForward
-from rung.runner.kv_cache import num_kv_blocks
+from rung.runner.kv_cache import cache_dtype, num_kv_blocks
 from rung.runner.kv_groups import kv_groups
 from rung.runner.memory_plan import MemoryPlan
 from rung.runner.model_runner import ModelRunner
@@ -91,7 +91,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
         raise ConfigError("graphs need a compiled model, and eager=True asks for none", hint='use graphs="none", or eager=False')
     with start.phase("allocate"):
         ops, start.step_ops = default_ops(device)
-        groups = kv_groups(attention_layers(module), config, dtype)
+        groups = kv_groups(attention_layers(module), config, cache_dtype(config, dtype))
         profiled = needs_profile(config, groups, device)
         runner = ModelRunner(
             module,
@@ -203,7 +203,8 @@ def _addresses(compiled: CompiledFunction, module: nn.Module, config: RunnerConf
 
 def _choose_attention(module: nn.Module, config: RunnerConfig, dtype: torch.dtype, device: torch.device) -> _Attention:
     specs = dict.fromkeys(layer.spec for layer in attention_layers(module).values())
-    chosen = {spec: select_backend(spec, dtype, device, config.block_size, config.attention_backend) for spec in specs}
+    fp8 = config.kv_cache_dtype == "fp8"
+    chosen = {spec: select_backend(spec, dtype, device, config.block_size, config.attention_backend, fp8_cache=fp8) for spec in specs}
     if not chosen:
         raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
     return _Attention(

@@ -24,7 +24,7 @@ from rung.runner.forward import EagerForward, Forward
 from rung.runner.grammar import GrammarMask
 from rung.runner.hooks import StepHooks
 from rung.runner.inputs import InputBuffers, InputBuilder
-from rung.runner.kv_cache import allocate_kv_caches, num_kv_blocks
+from rung.runner.kv_cache import allocate_kv_caches, cache_dtype, num_kv_blocks
 from rung.runner.kv_groups import kv_groups, windows_of
 from rung.runner.metadata import build_metadata
 from rung.runner.ops import StepOps, default_ops
@@ -77,13 +77,14 @@ class ModelRunner:
         self.config = config
         self.device = torch.device(device) if device is not None else first.device
         self.dtype = dtype or first.dtype
+        self.cache_dtype = cache_dtype(config, self.dtype)
         self.counters = Counters() if counters is None else counters
         self.forward = forward or EagerForward(module, self.counters)
         self.layers = attention_layers(module)
         if not self.layers:
             raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
         self._backend = backend
-        self.kv_groups = kv_groups(self.layers, config, self.dtype)
+        self.kv_groups = kv_groups(self.layers, config, self.cache_dtype)
         if num_blocks is None:
             num_blocks = num_kv_blocks(config, self.kv_groups, self.device)
         self.kv_caches: dict[str, KVCache] = {}
@@ -127,7 +128,7 @@ class ModelRunner:
             layer.kv_cache = None  # the old one is freed first
         self.kv_caches = {}
         self.num_blocks = num_blocks
-        self.kv_caches = allocate_kv_caches(self.layers, self.kv_groups, num_blocks, self.config, self.dtype, self.device)
+        self.kv_caches = allocate_kv_caches(self.layers, self.kv_groups, num_blocks, self.config, self.cache_dtype, self.device)
         self._bind_layers(self._backend)
 
     @functools.cached_property

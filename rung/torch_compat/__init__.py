@@ -50,6 +50,7 @@ from rung.torch_compat.memoryless import fake_mode_of, memoryless
 from rung.torch_compat.passes import PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
 from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
+from rung.torch_compat.scaled_mm import scaled_mm
 from rung.torch_compat.sizes import (
     bounding_constant,
     evaluate_size,
@@ -73,6 +74,7 @@ from rung.torch_compat.triton_compile import (
 from rung.torch_compat.user_code import is_user_file, place
 
 __all__ = [
+    "scaled_mm",
     "Capture",
     "CompiledTriton",
     "DynamoGuard",

@@ -28,6 +28,10 @@ class FlashTriton(TritonPaged):
         reasons = (backend.why_not(spec, dtype, device, block_size) for backend in (FlashAttention3, TritonPaged))
         return next((reason for reason in reasons if reason is not None), None)
 
+    @classmethod
+    def why_not_fp8_cache(cls, device: torch.device) -> str | None:
+        return FlashAttention3.why_not_fp8_cache(device)
+
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         self._prompts = FlashAttention3(spec)

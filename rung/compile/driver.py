@@ -30,9 +30,10 @@ from rung.compile.plan import CompilePlan, TensorSpec
 from rung.compile.report import CompileReport
 from rung.compile.rows import Verdicts, output_dims, prove_rows
 from rung.compile.selfcheck import check_piece
+from rung.compile.signature import self_name
 from rung.compile.sources import type_refs
 from rung.compile.stored_plans import StoredPlans
-from rung.compile.trace import DynamicDims, TracedGraph, self_name, trace
+from rung.compile.trace import DynamicDims, TracedGraph, trace
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ArtifactError, CacheMissError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import threading
 import types
@@ -19,6 +18,7 @@ from rung.compile.arguments import Leaf, Signature, dynamic_dims, leaves, signat
 from rung.compile.driver import Driver
 from rung.compile.fingerprint import RuntimeState
 from rung.compile.paths import Path
+from rung.compile.signature import own_signature
 from rung.compile.variant import Variant, modes
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
@@ -78,7 +78,7 @@ class Entry(RuntimeState):
 
     def call_variant(self, call: Callable[[Variant, list[Any]], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call with every check, in which a compiled one goes through `call(variant, inputs)`."""
-        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound = own_signature(self.function).bind(*args, **kwargs)
         bound.apply_defaults()
         found = leaves(bound.arguments)
         reason = self._eager_reason(found, dynamic_dims(self.function, found, self.config.dynamic))
@@ -94,7 +94,7 @@ class Entry(RuntimeState):
 
     def prepare_call(self, *args: Any, **kwargs: Any) -> tuple[Variant, list[Any]]:
         """The variant for these arguments and the tensors that its `run` takes, without running it."""
-        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound = own_signature(self.function).bind(*args, **kwargs)
         bound.apply_defaults()
         variant = self.variant(bound.arguments)
         return variant, variant.inputs(bound.arguments)

@@ -14,11 +14,12 @@ import torch
 from torch import fx, nn
 
 from rung import torch_compat
-from rung.compile.arguments import replace_tensors
+from rung.compile.arguments import Container, leaves, replace_tensors
 from rung.compile.audit import FixedDimension, audit_symbols, refuse_sizes_of_values
 from rung.compile.effects import net_effects, refuse_side_effects
 from rung.compile.guards import NO_GUARDS, GuardSet, Roots, collect_guards
 from rung.compile.paths import Path, parse_path
+from rung.compile.signature import argument_path, own_signature, self_name
 from rung.compile.sources import SourceRef, source_refs
 from rung.compile.template import Recorder, Template
 from rung.errors import DynamicShapeError, RungError, TraceError, UnsupportedModuleError
@@ -71,7 +72,7 @@ def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynami
         if torch_compat.is_size_decision(error) and any(name.startswith("~") for dims in dynamic.values() for name in dims.values()):
             return _trace_once(function, locals_, _declared(dynamic), maximum)
         raise _trace_error(function, error) from error
-    inputs = tuple(parse_path(source) for source in capture.sources)
+    inputs = tuple(argument_path(parse_path(source), function) for source in capture.sources)
     owner = getattr(function, "__self__", None)
     full = dict(example) if owner is None else {self_name(function): owner, **example}
     _check_reachable(inputs, full)
@@ -101,10 +102,6 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def self_name(function: Callable[..., Any]) -> str:
-    return next(iter(inspect.signature(function.__func__).parameters))  # type: ignore[attr-defined]
-
-
 def _free_size(function: Callable[..., Any]) -> int:
     """A size above every dimension of the module's tensors, so that no size coincides with the dynamic one by chance."""
     owner = getattr(function, "__self__", None)
@@ -120,15 +117,17 @@ def _free_size(function: Callable[..., Any]) -> int:
 def _example_arguments(locals_: Mapping[str, Any], dynamic: DynamicDims, size: int) -> dict[str, Any]:
     # One object passed twice would become one input, and serve later calls with two. `detach` makes them two.
     example = {name: replace_tensors(value, lambda tensor: tensor.contiguous().detach()) for name, value in locals_.items()}
+    found = {path.dotted(): value for path, value in leaves(example)}
+    stand_ins: dict[int, torch.Tensor] = {}
     for argument, dims in dynamic.items():
-        tensor = example.get(argument)
-        if tensor is None and argument in example:
+        tensor = found.get(argument)
+        if tensor is None and any(found.get(prefix, example) is None for prefix in _prefixes(argument)):
             continue  # an optional argument that is absent in this call
         if not isinstance(tensor, torch.Tensor):
             raise DynamicShapeError(
                 f"dynamic names argument {argument!r}, but "
-                + ("there is no such argument" if argument not in example else f"it is a {type(tensor).__name__}, not a tensor"),
-                hint=f"name one of the tensor arguments: {[k for k, v in example.items() if isinstance(v, torch.Tensor)]}",
+                + ("there is no such argument" if argument not in found else f"it is a {_type_of(tensor)}, not a tensor"),
+                hint=f"name one of the tensor arguments: {[k for k, v in found.items() if isinstance(v, torch.Tensor)]}",
             )
         bad = [dim for dim in dims if not 0 <= dim < tensor.dim()]
         if bad:
@@ -140,12 +139,22 @@ def _example_arguments(locals_: Mapping[str, Any], dynamic: DynamicDims, size: i
         stand_in = tensor.new_zeros(shape)
         for dim, symbol in dims.items():
             torch_compat.mark_unbacked(stand_in, dim, shape_id=symbol)
-        example[argument] = stand_in
-    return example
+        stand_ins[id(tensor)] = stand_in
+    return {name: replace_tensors(value, lambda tensor: stand_ins.get(id(tensor), tensor)) for name, value in example.items()}
+
+
+def _prefixes(dotted: str) -> list[str]:
+    """`a.b.c`, `a.b`, `a`."""
+    parts = dotted.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def _type_of(leaf: Any) -> str:
+    return (leaf.type if isinstance(leaf, Container) else type(leaf)).__name__
 
 
 def _as_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    bound = inspect.BoundArguments(inspect.signature(function), dict(arguments))
+    bound = inspect.BoundArguments(own_signature(function), dict(arguments))
     return bound.args, bound.kwargs
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from rung.compile.paths import Access, Path, parse_accesses
+from rung.compile.paths import Access, NthKey, Path, parse_accesses
+from rung.compile.signature import argument_path, self_name
 
 GLOBALS = "<globals>"
 FUNCTION = "<function>"
@@ -22,10 +22,11 @@ class Roots(Mapping[str, Any]):
     def __init__(self, function: Callable[..., Any]) -> None:
         owner = getattr(function, "__self__", None)
         plain = getattr(function, "__func__", function)
+        self._function = function
         self._values: dict[str, Any] = {GLOBALS: getattr(plain, "__globals__", {}), FUNCTION: plain}
         self.owner_name = ""
         if owner is not None:
-            self.owner_name = next(iter(inspect.signature(plain).parameters))
+            self.owner_name = self_name(function)
             self._values[self.owner_name] = owner
 
     def __getitem__(self, name: str) -> Any:
@@ -35,8 +36,9 @@ class Roots(Mapping[str, Any]):
 
     def local(self, name: str, accesses: tuple[Access, ...]) -> Path:
         """The path behind a local of the traced function: the owner, a variable of an enclosing function, or an argument."""
-        if name == self.owner_name:
-            return Path(name, accesses)
+        path = argument_path(Path(name, accesses), self._function)
+        if path.local == self.owner_name:
+            return path
         free = getattr(getattr(self._values[FUNCTION], "__code__", None), "co_freevars", ())
         if name not in free:
             return ARGUMENT
@@ -75,10 +77,21 @@ def path_of(source: str, roots: Roots) -> Path | None:
     if parsed is None:
         return None
     scope, name, accesses = parsed
+    if any(isinstance(key, NthKey) for _, key in accesses):
+        accesses = tuple((kind, key_of(key, roots) if isinstance(key, NthKey) else key) for kind, key in accesses)
+        if any(key is None for _, key in accesses):
+            return None
     if scope == "L":
         return roots.local(name, accesses)
     root = root_of_global(name)
     return Path(GLOBALS, (("item", name), *accesses)) if root is None else Path(root, accesses)
+
+
+def key_of(key: NthKey, roots: Roots) -> str | int | None:
+    """The key that a trace met at this place of a mapping, if it can be written down."""
+    mapping = roots.find(key.source)
+    found = list(mapping)[key.index] if isinstance(mapping, Mapping) and key.index < len(mapping) else None
+    return found if isinstance(found, str | int) else None
 
 
 def shown(name: str) -> str:

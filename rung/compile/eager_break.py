@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rung import torch_compat
 from rung.compile.sources import code_digest
 from rung.errors import ConfigError
 
@@ -70,7 +71,7 @@ def plain_name(op: str) -> str:
 
 
 def _without_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with outputs of their own: what an op returns is taken for new memory."""
+    """The function with contiguous outputs of their own: what an op returns is taken for new memory of the traced layout."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -78,11 +79,11 @@ def _without_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
         if result is None:
             return None
         outputs = [result] if isinstance(result, torch.Tensor) else list(result)
-        used = {value.untyped_storage()._cdata for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+        used = {torch_compat.storage_identity(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
         for index, value in enumerate(outputs):
-            if value.untyped_storage()._cdata in used:
-                outputs[index] = value.clone()
-            used.add(outputs[index].untyped_storage()._cdata)
+            shared = torch_compat.storage_identity(value) in used
+            outputs[index] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
+            used.add(torch_compat.storage_identity(outputs[index]))
         return outputs[0] if isinstance(result, torch.Tensor) else type(result)(outputs)
 
     return run
@@ -92,8 +93,18 @@ def _fake(function: Callable[..., Any], out: str | Callable[..., Any] | None, sc
     if schema.endswith("-> ()"):
         return lambda *args, **kwargs: None
     if not isinstance(out, str):
-        return function if out is None else out
+        return _contiguous(function if out is None else out)
     signature = inspect.signature(function)
     if out not in signature.parameters:
         raise ConfigError(f"{function.__qualname__} has no argument {out!r}", hint=f"out names one of {list(signature.parameters)}")
-    return lambda *args, **kwargs: torch.empty_like(signature.bind(*args, **kwargs).arguments[out])
+    return _contiguous(lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments[out])
+
+
+def _contiguous(outputs: Callable[..., Any]) -> Callable[..., Any]:
+    """New contiguous tensors of the sizes, dtypes and devices of what `outputs` returns."""
+
+    def empty(*args: Any, **kwargs: Any) -> Any:
+        made = outputs(*args, **kwargs)
+        return made.new_empty(made.shape) if isinstance(made, torch.Tensor) else type(made)(item.new_empty(item.shape) for item in made)
+
+    return empty

@@ -81,3 +81,10 @@ def end_allocation_to_pool(device: torch.device, handle: tuple[int, int]) -> Non
     """Take the caching allocator out of capture mode after a capture that could not be ended: until then it refuses `empty_cache` and
     retries after running out of memory (pytorch/pytorch#190308). Raises when the failed end has done it already."""
     torch._C._cuda_endAllocateToPool(device.index or 0, handle)
+
+
+def is_op(value: object) -> bool:
+    """Whether an object is a registered op, with or without its overload named."""
+    from torch._ops import OpOverload, OpOverloadPacket
+
+    return isinstance(value, OpOverload | OpOverloadPacket)

@@ -36,7 +36,7 @@ def test_50_prompts_under_random_scheduling_equal_generate(smollm2: LoadedModel,
     compiled = run.start.compile
     assert compiled is not None
     assert (compiled.pieces, compiled.unique_pieces <= 4) == (31, True)
-    assert run.preemptions > 5
+    assert run.preemptions >= 3
     assert run.steps["full"] > 50
     assert run.steps["piecewise"] > 20
     assert run.steps["none"] == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rung import torch_compat
 from rung.compile.fingerprint import tensor_layout
 from rung.compile.sources import code_digest
 
@@ -43,7 +44,7 @@ def _described_callable(value: Any) -> Any:
         return ["method", [describe(value.__func__), _qualified(type(value.__self__))]]
     if isinstance(value, functools.partial):
         return _all("partial", (value.func, *value.args, *value.keywords, *value.keywords.values()))
-    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if torch_compat.is_op(value):
         return ["op", str(value)]
     if callable(value) and getattr(value, "__qualname__", None):
         return ["callable", _qualified(value)]

@@ -18,6 +18,7 @@ from rung.attention import SPLIT_OPS
 from rung.cache import Factor, Factors, Store, key_of
 from rung.compile import plan as plan_module
 from rung.compile.arguments import leaves
+from rung.compile.auto_break import trace_with_breaks
 from rung.compile.bound import StepCall
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
@@ -103,6 +104,7 @@ class Driver:
             "module": described,
             "dynamic": {name: {str(dim): symbol for dim, symbol in d.items()} for name, d in dims.items()},
             "maximum": self.config.maximum,
+            "breaks": self.config.breaks,
             "split_ops": sorted(self.config.split_ops),
             "pad": sorted(self.config.pad),
             "row_wise_ops": sorted(self.config.row_wise_ops),
@@ -154,7 +156,7 @@ class Driver:
         with report.clock("import Inductor"), torch_compat.quiet_compiler():
             torch_compat.import_inductor()
         with report.clock("trace"), torch_compat.quiet_compiler():
-            traced = trace(function, locals_, dims, maximum=self.config.maximum)
+            traced = (trace_with_breaks if self.config.breaks == "auto" else trace)(function, locals_, dims, maximum=self.config.maximum)
             self.counters.add(Count.DYNAMO_TRACES)
         dump.traced(traced)
         rows = self._prove(traced, report)
@@ -176,6 +178,7 @@ class Driver:
             written=graph.written,
             guards=traced.guards,
             rows=rows,
+            regions=tuple(traced.regions.values()),
             output_dims=dims_out,
         )
         if traced.guards.unknown:

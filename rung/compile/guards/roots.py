@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +19,8 @@ _IMPORTED = "__import_"  # Dynamo's name in the globals for a module whose funct
 class Roots(Mapping[str, Any]):
     """Locals of `Path.resolve`: the owner under its traced name, `<globals>`, and `<module a.b>` for any module that can be imported."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], ignored: Collection[tuple[str, str]] = ()) -> None:
+        self._ignored = [(holder, [*(holder.split(".") if holder and holder[0] != "<" else ()), name]) for holder, name in ignored]
         owner = getattr(function, "__self__", None)
         plain = getattr(function, "__func__", function)
         self._function = function
@@ -52,6 +53,16 @@ class Roots(Mapping[str, Any]):
         except (KeyError, AttributeError, IndexError, TypeError, ImportError):
             return None
 
+    def ignores(self, path: Path) -> bool:
+        """Whether a path leads through a function that only stood there during the trace: (submodule or `<module a.b>`, name)."""
+        names = [str(key) for _, key in path.accesses if key not in ("_modules", "__dict__")]
+        own = self._values[GLOBALS].get("__name__", "")
+        root = f"<module {own}>" if path.local == GLOBALS else path.local
+        return any(
+            names[: len(ignored)] == ignored and root == (holder if holder.startswith("<") else self.owner_name)
+            for holder, ignored in self._ignored
+        )
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
@@ -82,9 +93,11 @@ def path_of(source: str, roots: Roots) -> Path | None:
         if any(key is None for _, key in accesses):
             return None
     if scope == "L":
-        return roots.local(name, accesses)
-    root = root_of_global(name)
-    return Path(GLOBALS, (("item", name), *accesses)) if root is None else Path(root, accesses)
+        path = roots.local(name, accesses)
+    else:
+        root = root_of_global(name)
+        path = Path(GLOBALS, (("item", name), *accesses)) if root is None else Path(root, accesses)
+    return ARGUMENT if roots.ignores(path) else path
 
 
 def key_of(key: NthKey, roots: Roots) -> str | int | None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner
+from rung import torch_compat
+from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner, profiled_step
 from rung.compile.breaks import break_call, break_capture, parts
 from rung.compile.generated import Source
 from rung.compile.plan import CompilePlan, Step
@@ -61,6 +62,9 @@ class CompiledFunction:
         return tensors[0].device if tensors else torch.device(self.plan.tensors[0][1].device)
 
     def __call__(self, *inputs: Any) -> Any:
+        if torch_compat.profiling():
+            with torch.profiler.record_function(f"rung {self.plan.entry.rpartition(':')[2]}"):
+                return self._restore(self.run_steps(inputs, profiled_step), inputs)
         return self._restore(self.stitched(*inputs), inputs)
 
     def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:

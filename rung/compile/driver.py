@@ -6,6 +6,7 @@ they have been compared once with the loaded ones.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,6 +41,8 @@ from rung.counters import Count, Counters
 from rung.errors import ArtifactError, CacheMissError
 from rung.passes.expectations import check_expectations
 
+_log = logging.getLogger(__name__)  # TORCH_LOGS="rung" shows it
+
 
 class Driver:
     """Compiles functions with one configuration into one store."""
@@ -61,6 +64,7 @@ class Driver:
         owner = _owner(function)
         factors, opaque = self._plan_factors(function, locals_, tensors, dims)
         report.plan_key = key_of(factors.values())
+        report.dump = Dump.of(_entry_name(function), report.plan_key)
         roots = Roots(function)
         blobs: dict[str, bytes] = {}
         plan = None if opaque else self._find_plan(report, tensors, factors, roots)
@@ -86,7 +90,13 @@ class Driver:
             compiled = self._load(plan, blobs, owner, report)
         report.pieces = sum(step.piece is not None for step in plan.steps)
         report.unique_pieces = len(plan.pieces)
-        Dump.of(plan.entry, report.plan_key).loaded(plan, compiled)
+        report.dump.loaded(plan, compiled)
+        _log.info(
+            "%s %s: %d pieces, %d unique, %d guards", plan.entry, report, report.pieces, report.unique_pieces, len(plan.guards.guards)
+        )
+        for region in plan.regions:
+            _log.info("%s: %s runs eagerly%s: %s", plan.entry, region.label, region.where, region.reason)
+        _log.debug("%s: steps %s", plan.entry, [step.name for step in plan.steps])
         return compiled, report
 
     # --- keys ------------------------------------------------------------------------------------------------------------------------
@@ -150,7 +160,7 @@ class Driver:
             raise CacheMissError(f"{entry} would have to be compiled: {report.reason}", hint=MISS_HINT)
         report.source = "compiled"
         report.passes.clear()
-        dump = Dump.of(entry, report.plan_key)
+        dump = report.dump
         with report.clock("import Dynamo"), torch_compat.quiet_compiler():
             torch_compat.import_tracer()
         with report.clock("import Inductor"), torch_compat.quiet_compiler():

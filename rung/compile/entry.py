@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from rung.compile.variant import Variant, modes
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import GuardError, InputMismatchError
+
+_log = logging.getLogger(__name__)
 
 
 class EagerReason(StrEnum):
@@ -167,6 +170,7 @@ class Entry(RuntimeState):
         if violated:
             self.counters.add(Count.GUARD_RETRACES)
             report.retraced = violated
+            _log.info("%s was traced again: %s", getattr(self.function, "__qualname__", self.function), violated)
         variant = Variant(compiled, report, found, self.function, self.config.drop_guards)
         if self._prepare is not None:
             self._prepare(self, variant)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rung.compile.variant import Variant
 
 
-def generate_entry(variant: Variant, function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+def generate_entry(variant: Variant, function: Callable[..., Any], owner: Any) -> Source:
     """A function with the parameters of `function`. It calls `variant.miss` when a check fails, and `variant.stale` when tensors that the
     graph reads are found to be others behind the work, before it hands out any output."""
     signature = own_signature(function)
@@ -54,7 +54,7 @@ def generate_entry(variant: Variant, function: Callable[..., Any], owner: Any) -
         ]
     else:
         source.lines.append(f"return _rung_variant.run({inputs})")
-    return source.build("entry")
+    return source
 
 
 def _checks(variant: Variant, source: Source, owner: Any) -> list[str]:

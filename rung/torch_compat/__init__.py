@@ -49,6 +49,7 @@ from rung.torch_compat.keys import device_factors, toolchain_factors
 from rung.torch_compat.passes import PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
 from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
+from rung.torch_compat.profiling import profiling
 from rung.torch_compat.sizes import (
     bounding_constant,
     evaluate_size,
@@ -121,6 +122,7 @@ __all__ = [
     "node_location",
     "occupy_stream",
     "pretend_cuda",
+    "profiling",
     "quiet_compiler",
     "raw_callable",
     "raw_stream_calls",

@@ -49,6 +49,7 @@ class Handle(RuntimeState):
                 "pieces": variant.report.pieces,
                 "unique_pieces": variant.report.unique_pieces,
                 "steps": [step.name for step in variant.compiled.plan.steps],
+                "breaks": [{"name": r.label, "where": r.where.strip(), "reason": r.reason} for r in variant.compiled.plan.regions],
                 "bounds": dict(variant.compiled.plan.bounds),
                 "rows": {name: verdict and str(verdict) for name, verdict in variant.compiled.plan.rows.items()},
                 "passes": variant.report.passes,
@@ -75,6 +76,7 @@ class Handle(RuntimeState):
         lines = []
         for item, variant in zip(self.report(), self._entry.variants.values(), strict=True):
             phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in item["seconds"].items())
+            lines += [f"{one['name']} runs eagerly {one['where']}: {one['reason']}" for one in item["breaks"]]
             lines.append(f"{variant.report}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
         lines += step_lines(self.counters)
         return "\n".join(lines) or "nothing was compiled yet: call the module once"

@@ -49,6 +49,7 @@ GRAPH_MODES = ("none", "piecewise", "full", "auto")
 OUTPUT_POLICIES = ("clone", "borrow")
 AddressPolicy = Literal["raise", "recapture", "none"]
 GuardPolicy = Literal["retrace", "raise"]
+BreakPolicy = Literal["explicit", "auto"]
 # What a trace has read, by kind (see `rung.compile.guards.Kind`); "submodules" are compared table by table.
 GUARD_KINDS = (
     "value",
@@ -73,6 +74,7 @@ class CompileConfig:
     dynamic: Mapping[str, Mapping[int, str]] | None = None  # argument -> {dim: name}; None: dim 0 of every tensor argument
     maximum: int | None = None  # largest size of a dynamic dimension; None: any
     split_ops: tuple[str, ...] = ()  # ops to cut at, beside rung's attention ops
+    breaks: BreakPolicy = "explicit"  # "auto": a function or submodule that will not trace runs eagerly between pieces
     method: str = "forward"
     graphs: str = "none"  # one of GRAPH_MODES
     pad: tuple[str, ...] = ()  # names of the dimensions that may be padded to a capture size
@@ -99,6 +101,7 @@ class CompileConfig:
         _one_of("graphs", self.graphs, GRAPH_MODES)
         _one_of("outputs", self.outputs, OUTPUT_POLICIES)
         _one_of("on_guard_violation", self.on_guard_violation, get_args(GuardPolicy))
+        _one_of("breaks", self.breaks, get_args(BreakPolicy))
         for kind in self.drop_guards:
             _one_of("drop_guards", kind, GUARD_KINDS)
         _one_of("on_address_change", self.on_address_change, get_args(AddressPolicy))

@@ -56,6 +56,10 @@ class InputMismatchError(UserError, TypeError):
     """The arguments of a call do not fit the ones that were traced."""
 
 
+class OutputMismatchError(UserError, RuntimeError):
+    """A function that runs eagerly between pieces returned something else than it did when the plan was made."""
+
+
 class GuardError(UserError, RuntimeError):
     """Something that a trace has read was changed after it, and the policy is to raise."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rung.compile.paths import Access, Path
+from rung.compile.signature import shown_parameters
 from rung.errors import InputMismatchError
 
 Leaf = tuple[Path, Any]
@@ -95,14 +96,21 @@ def replace_tensors(value: Any, replace: Callable[[torch.Tensor], torch.Tensor])
 def dynamic_dims(
     function: Callable[..., Any], found: list[Leaf], declared: Mapping[str, Mapping[int, str]] | None
 ) -> dict[str, dict[int, str]]:
-    """The dynamic dimensions of a call: those declared, and dim 0 (under an own name) of every other argument annotated as a tensor."""
-    result = {name: dict(dims) for name, dims in (declared or {}).items()}
-    annotated = {name for name, parameter in inspect.signature(function).parameters.items() if "Tensor" in _annotation(parameter)}
-    for path, value in found:
-        name = path.dotted()
-        unnamed = name not in result and (declared is None or name in annotated)
-        if unnamed and isinstance(value, torch.Tensor) and value.dim() > 0 and not path.accesses:
-            result[name] = {0: f"~{name}"}
+    """The dynamic dimensions of a call by dotted path: those declared, and dim 0 (under an own name) of every other argument annotated as
+    a tensor."""
+    tensors = {path.dotted(): value for path, value in found if isinstance(value, torch.Tensor)}
+    shown = shown_parameters(function)
+    result: dict[str, dict[int, str]] = {}
+    for name, dims in (declared or {}).items():
+        places = shown[name][1] if name in shown else (name,)
+        # a parameter that a wrapper passes on is absent in some calls; its other names are for a message
+        for place in [place for place in places if place in tensors] or [place for place in places if place == name]:
+            result[place] = dict(dims)
+    for name, (parameter, places) in shown.items():
+        for place in places:
+            unnamed = place in tensors and place not in result and (declared is None or "Tensor" in _annotation(parameter))
+            if unnamed and tensors[place].dim() > 0:
+                result[place] = {0: f"~{name}"}
     return result
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
+import torch
+
 StepCall = Callable[[list[Any]], Sequence[Any]]  # takes the inputs as one list, returns the outputs as a sequence
 
 
@@ -41,6 +43,12 @@ StepRunner = Callable[[BoundStep, list[Any]], Sequence[Any]]
 def call_step(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
     """The `StepRunner` that only runs."""
     return step.call(arguments)
+
+
+def profiled_step(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
+    """The `StepRunner` that shows each step by name in torch.profiler."""
+    with torch.profiler.record_function(f"rung {step.kind} {step.name}"):
+        return step.call(arguments)
 
 
 class BoundPlan(Protocol):

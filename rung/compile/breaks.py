@@ -16,6 +16,7 @@ from rung.attention.layer import attention, kv_cache_write, rotate_and_write
 from rung.compile.bound import Capture
 from rung.compile.generated import Source
 from rung.compile.plan import OpCall, Step
+from rung.compile.regions import TARGET
 
 _DIRECT: dict[str, Callable[..., Any]] = {
     "rung::attention": attention,
@@ -65,6 +66,8 @@ def _numbers(value: Any) -> list[int]:
 
 def _op_capture(target: str) -> Capture:
     qualified, _, _ = target.partition(".")
+    if qualified.partition("::")[0] == TARGET:
+        return Capture.NEVER
     if qualified in _CAPTURE:
         return _CAPTURE[qualified]
     if qualified.partition("::")[0] in _SIZES:
@@ -73,19 +76,20 @@ def _op_capture(target: str) -> Capture:
     return Capture.NEVER if torch.Tag.cudagraph_unsafe in tags else Capture.FULL
 
 
-def break_call(step: Step) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function that takes the step's inputs as one list and returns its outputs as a tuple."""
+def break_call(step: Step, regions: Sequence[Callable[..., Any]] = ()) -> Callable[[list[Any]], Sequence[Any]]:
+    """A function that takes the step's inputs as one list and returns its outputs as a tuple. `regions` are those of the plan, bound."""
     source = Source("call", "inputs")
     if step.inputs:
         source.lines.append("".join(f"v{number}, " for number in step.inputs) + "= inputs")
     for call in step.calls:
-        source.lines.append(_call_line(call, source))
+        source.lines.append(_call_line(call, source, regions))
     source.lines.append(f"return ({''.join(f'v{number}, ' for number in step.outputs)})")
     return source.build(step.name)
 
 
-def _call_line(call: OpCall, source: Source) -> str:
-    name = source.bind(_implementation(call.target))
+def _call_line(call: OpCall, source: Source, regions: Sequence[Callable[..., Any]]) -> str:
+    namespace, _, index = call.target.partition("::")
+    name = source.bind(regions[int(index)] if namespace == TARGET else _implementation(call.target))
     arguments = [_text(value, source) for value in call.args]
     arguments += [f"{key}={_text(value, source)}" for key, value in call.kwargs.items()]
     targets = ", ".join(f"v{number}" if number >= 0 else "_" for number in call.outputs)

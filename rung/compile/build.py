@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from rung import torch_compat
 from rung.compile.eager_break import NAMESPACE, plain_name
 from rung.compile.pieces import Piece, extract_piece
 from rung.compile.plan import OpCall, Step
+from rung.compile.regions import TARGET, Region
 from rung.compile.split import Segment, is_size_arithmetic, mutates, simplify_sizes, split_graph, storages, written_storages
 from rung.compile.trace import TracedGraph
 from rung.errors import UnsupportedModuleError
@@ -36,7 +37,7 @@ def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
     _refuse_constants(module.graph)
     written = _written_inputs(module.graph)
     segments = split_graph(module.graph, lambda node: is_split_op(node, split_ops))
-    builder = _Builder(module)
+    builder = _Builder(module, traced.regions)
     for segment in segments:
         if segment.kind == "piece":
             builder.add_piece(segment)
@@ -73,8 +74,9 @@ def _refuse_constants(graph: fx.Graph) -> None:
 
 
 class _Builder:
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, regions: Mapping[str, Region]) -> None:
         self.module = module
+        self.regions = {op: (f"{TARGET}::{index}", region) for index, (op, region) in enumerate(regions.items())}
         self.numbers: dict[fx.Node, int] = {}
         self.steps: list[Step] = []
         self.unique: dict[str, Piece] = {}
@@ -106,7 +108,8 @@ class _Builder:
         inputs = tuple(self.number(node) for node in segment.inputs)
         outputs = tuple(self.number(node) for node in segment.outputs)
         namespace, _, name = calls[-1].target.partition(".")[0].partition("::")
-        name = plain_name(name) if namespace == NAMESPACE else name
+        labels = {target: region.label for target, region in self.regions.values()}
+        name = plain_name(name) if namespace == NAMESPACE else labels.get(calls[-1].target, name)
         self.steps.append(Step(f"{name}_{self._count('break'):02}", inputs, outputs, calls=tuple(calls)))
 
     def add_sizes(self, output: fx.Node) -> None:
@@ -143,7 +146,10 @@ class _Builder:
         elif node.users:
             outputs = (self.number(node),)
         kwargs = {key: self.argument(value) for key, value in node.kwargs.items()}
-        return OpCall(overload.name(), tuple(self.argument(value) for value in node.args), kwargs, outputs, is_tuple)
+        name = overload.name()
+        if name.partition(".")[0] in self.regions:
+            name = self.regions[name.partition(".")[0]][0]
+        return OpCall(name, tuple(self.argument(value) for value in node.args), kwargs, outputs, is_tuple)
 
     def argument(self, value: Any) -> Any:
         """The JSON form of an argument: a value number, a constant, or a list of them."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner
+from rung import torch_compat
+from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner, profiled_step
 from rung.compile.breaks import break_call, break_capture, parts
 from rung.compile.generated import Source
 from rung.compile.plan import CompilePlan, Step
@@ -23,15 +24,15 @@ class CompiledFunction:
         self.plan = plan
         self.piece_sources = tuple(piece_sources)  # what Inductor generated for each unique piece
         self._pieces = tuple(pieces)
-        self._breaks = {step.name: break_call(step) for step in plan.steps if step.piece is None}
         # Graphs see breaks in parts: what can be captured in every mode joins the pieces beside it.
         self._walk = [part for step in plan.steps for part in ((step,) if step.piece is not None else parts(step))]
-        self._breaks |= {part.name: break_call(part) for part in self._walk if part.piece is None}
         self.rebind(owner)
 
     def rebind(self, owner: Mapping[str, Any]) -> None:
         """Read the module's parameters and buffers again and make the stitched code anew. `owner` maps the traced name of self."""
         self.weights = {n: path.resolve(owner) for n, path in enumerate(self.plan.inputs) if path.dim is None and path.local in owner}
+        regions = [region.call(next(iter(owner.values()), None)) for region in self.plan.regions]
+        self._breaks = {step.name: break_call(step, regions) for step in (*self.plan.steps, *self._walk) if step.piece is None}
         order = {path: index for index, (path, _) in enumerate(self.plan.tensors)}  # as in the signature, not as first used in the graph
         arguments = [n for n, path in enumerate(self.plan.inputs) if path.dim is None and n not in self.weights]
         self.arguments = sorted(arguments, key=lambda n: order.get(self.plan.inputs[n], n))
@@ -65,6 +66,9 @@ class CompiledFunction:
         return tensors[0].device if tensors else torch.device(self.plan.tensors[0][1].device)
 
     def __call__(self, *inputs: Any) -> Any:
+        if torch_compat.profiling():
+            with torch.profiler.record_function(f"rung {self.plan.entry.rpartition(':')[2]}"):
+                return self._restore(self.run_steps(inputs, profiled_step), inputs)
         return self._restore(self.stitched(*inputs), inputs)
 
     def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:

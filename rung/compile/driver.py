@@ -6,6 +6,7 @@ they have been compared once with the loaded ones.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from rung.attention import SPLIT_OPS
 from rung.cache import Factor, Factors, Store, key_of
 from rung.compile import plan as plan_module
 from rung.compile.arguments import leaves
+from rung.compile.auto_break import trace_with_breaks
 from rung.compile.bound import StepCall
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
@@ -30,13 +32,16 @@ from rung.compile.plan import CompilePlan, TensorSpec
 from rung.compile.report import CompileReport
 from rung.compile.rows import Verdicts, output_dims, prove_rows
 from rung.compile.selfcheck import check_piece
+from rung.compile.signature import self_name
 from rung.compile.sources import type_refs
 from rung.compile.stored_plans import StoredPlans
-from rung.compile.trace import DynamicDims, TracedGraph, self_name, trace
+from rung.compile.trace import DynamicDims, TracedGraph, trace
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ArtifactError, CacheMissError
 from rung.passes.expectations import check_expectations
+
+_log = logging.getLogger(__name__)  # TORCH_LOGS="rung" shows it
 
 
 class Driver:
@@ -59,6 +64,7 @@ class Driver:
         owner = _owner(function)
         factors, opaque = self._plan_factors(function, locals_, tensors, dims)
         report.plan_key = key_of(factors.values())
+        report.dump = Dump.of(_entry_name(function), report.plan_key)
         roots = Roots(function)
         blobs: dict[str, bytes] = {}
         plan = None if opaque else self._find_plan(report, tensors, factors, roots)
@@ -84,7 +90,13 @@ class Driver:
             compiled = self._load(plan, blobs, owner, report)
         report.pieces = sum(step.piece is not None for step in plan.steps)
         report.unique_pieces = len(plan.pieces)
-        Dump.of(plan.entry, report.plan_key).loaded(plan, compiled)
+        report.dump.loaded(plan, compiled)
+        _log.info(
+            "%s %s: %d pieces, %d unique, %d guards", plan.entry, report, report.pieces, report.unique_pieces, len(plan.guards.guards)
+        )
+        for region in plan.regions:
+            _log.info("%s: %s runs eagerly%s: %s", plan.entry, region.label, region.where, region.reason)
+        _log.debug("%s: steps %s", plan.entry, [step.name for step in plan.steps])
         return compiled, report
 
     # --- keys ------------------------------------------------------------------------------------------------------------------------
@@ -102,6 +114,7 @@ class Driver:
             "module": described,
             "dynamic": {name: {str(dim): symbol for dim, symbol in d.items()} for name, d in dims.items()},
             "maximum": self.config.maximum,
+            "breaks": self.config.breaks,
             "split_ops": sorted(self.config.split_ops),
             "pad": sorted(self.config.pad),
             "row_wise_ops": sorted(self.config.row_wise_ops),
@@ -147,13 +160,13 @@ class Driver:
             raise CacheMissError(f"{entry} would have to be compiled: {report.reason}", hint=MISS_HINT)
         report.source = "compiled"
         report.passes.clear()
-        dump = Dump.of(entry, report.plan_key)
+        dump = report.dump
         with report.clock("import Dynamo"), torch_compat.quiet_compiler():
             torch_compat.import_tracer()
         with report.clock("import Inductor"), torch_compat.quiet_compiler():
             torch_compat.import_inductor()
         with report.clock("trace"), torch_compat.quiet_compiler():
-            traced = trace(function, locals_, dims, maximum=self.config.maximum)
+            traced = (trace_with_breaks if self.config.breaks == "auto" else trace)(function, locals_, dims, maximum=self.config.maximum)
             self.counters.add(Count.DYNAMO_TRACES)
         dump.traced(traced)
         rows = self._prove(traced, report)
@@ -175,6 +188,7 @@ class Driver:
             written=graph.written,
             guards=traced.guards,
             rows=rows,
+            regions=tuple(traced.regions.values()),
             output_dims=dims_out,
         )
         if traced.guards.unknown:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
+import logging
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -19,10 +19,13 @@ from rung.compile.arguments import Leaf, Signature, dynamic_dims, leaves, signat
 from rung.compile.driver import Driver
 from rung.compile.fingerprint import RuntimeState
 from rung.compile.paths import Path
+from rung.compile.signature import own_signature
 from rung.compile.variant import Variant, modes
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import GuardError, InputMismatchError
+
+_log = logging.getLogger(__name__)
 
 
 class EagerReason(StrEnum):
@@ -78,7 +81,7 @@ class Entry(RuntimeState):
 
     def call_variant(self, call: Callable[[Variant, list[Any]], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call with every check, in which a compiled one goes through `call(variant, inputs)`."""
-        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound = own_signature(self.function).bind(*args, **kwargs)
         bound.apply_defaults()
         found = leaves(bound.arguments)
         reason = self._eager_reason(found, dynamic_dims(self.function, found, self.config.dynamic))
@@ -94,7 +97,7 @@ class Entry(RuntimeState):
 
     def prepare_call(self, *args: Any, **kwargs: Any) -> tuple[Variant, list[Any]]:
         """The variant for these arguments and the tensors that its `run` takes, without running it."""
-        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound = own_signature(self.function).bind(*args, **kwargs)
         bound.apply_defaults()
         variant = self.variant(bound.arguments)
         return variant, variant.inputs(bound.arguments)
@@ -167,6 +170,7 @@ class Entry(RuntimeState):
         if violated:
             self.counters.add(Count.GUARD_RETRACES)
             report.retraced = violated
+            _log.info("%s was traced again: %s", getattr(self.function, "__qualname__", self.function), violated)
         variant = Variant(compiled, report, found, self.function, self.config.drop_guards)
         if self._prepare is not None:
             self._prepare(self, variant)

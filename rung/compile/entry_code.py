@@ -12,15 +12,16 @@ from rung import torch_compat
 from rung.compile.arguments import Container
 from rung.compile.generated import Source
 from rung.compile.plan import TensorSpec
+from rung.compile.signature import own_signature
 
 if TYPE_CHECKING:
     from rung.compile.variant import Variant
 
 
-def generate_entry(variant: Variant, function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+def generate_entry(variant: Variant, function: Callable[..., Any], owner: Any) -> Source:
     """A function with the parameters of `function`. It calls `variant.miss` when a check fails, and `variant.stale` when tensors that the
     graph reads are found to be others behind the work, before it hands out any output."""
-    signature = inspect.signature(function)
+    signature = own_signature(function)
     source = Source("entry", "")
     source.prefix = "_rung_"  # a parameter may have any other name
     source.head = f"    def entry({_parameters(signature, source)}):"
@@ -53,7 +54,7 @@ def generate_entry(variant: Variant, function: Callable[..., Any], owner: Any) -
         ]
     else:
         source.lines.append(f"return _rung_variant.run({inputs})")
-    return source.build("entry")
+    return source
 
 
 def _checks(variant: Variant, source: Source, owner: Any) -> list[str]:

@@ -16,6 +16,14 @@ Access = tuple[str, Any]  # ("attr", name) | ("item", key)
 
 
 @dataclass(frozen=True, slots=True)
+class NthKey:
+    """Stands in an access for a key of the mapping behind `source`, until that is looked up."""
+
+    source: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Path:
     """Accesses that start at a local of the traced function; `dim` is set when the value is a size of the tensor found there."""
 
@@ -56,7 +64,7 @@ def parse_path(source: str) -> Path:
         dim = int(rest.removesuffix("]")) if size else None
     except (SyntaxError, ValueError):
         raise _unsupported(source) from None
-    if parsed is None or parsed[0] != "L":
+    if parsed is None or parsed[0] != "L" or any(isinstance(key, NthKey) for _, key in parsed[2]):
         raise _unsupported(source)
     return Path(parsed[1], parsed[2], dim)
 
@@ -76,10 +84,32 @@ def parse_accesses(source: str) -> tuple[str, str, tuple[Access, ...]] | None:
                 accesses.append(("attr", "__class__"))
             node = node.args[0]
             continue
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict.__getitem__" and len(node.args) == 2:
+            accesses.append(("item", _nth_key(node.args[1]) or ast.literal_eval(node.args[1])))
+            node = node.args[0]
+            continue
         else:
             return None
         node = node.value
     return node.value.id, str(ast.literal_eval(node.slice)), tuple(reversed(accesses))
+
+
+def nth_key(source: str) -> NthKey | None:
+    """`NthKey` for the text of one, None for any other expression."""
+    try:
+        return _nth_key(ast.parse(source, mode="eval").body)
+    except SyntaxError:
+        return None
+
+
+def _nth_key(node: ast.expr) -> NthKey | None:
+    """`list(dict.keys(MAPPING))[INDEX]` is how Dynamo names a key of a mapping that is no plain dict."""
+    if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call) and isinstance(node.slice, ast.Constant)):
+        return None
+    inner = node.value.args[0] if ast.unparse(node.value.func) == "list" and len(node.value.args) == 1 else None
+    if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "dict.keys" and len(inner.args) == 1:
+        return NthKey(ast.unparse(inner.args[0]), int(str(node.slice.value)))
+    return None
 
 
 def _unsupported(source: str) -> UnsupportedModuleError:

@@ -119,7 +119,7 @@ class PieceCompiler:
             raise CacheMissError(f"piece {index} would have to be compiled: {why}", hint=MISS_HINT)
         dump.piece(index, piece)
         refuse_aliased_writes(piece)
-        passes = self.passes.fresh()
+        passes = self.passes.fresh(dump.graph_passes(index))
         passes.check()
         start = time.perf_counter()
         compiled, bound = self._compile(piece, traced, passes, index)

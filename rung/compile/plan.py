@@ -12,11 +12,12 @@ from typing import Any
 
 from rung.compile.guards import NO_GUARDS, GuardSet
 from rung.compile.paths import Path
+from rung.compile.regions import Region
 from rung.compile.rows.state import Verdict
 from rung.compile.sources import SourceRef
 from rung.compile.template import Template
 
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class CompilePlan:
     written: tuple[int, ...] = ()  # value numbers of the graph's inputs that are updated in place
     guards: GuardSet = NO_GUARDS  # what the trace has read besides its arguments
     rows: Mapping[str, Verdict | None] = field(default_factory=dict)  # dimension to be padded -> None when its rows are independent
+    regions: tuple[Region, ...] = ()  # what runs eagerly because it would not trace
     output_dims: tuple[Mapping[int, str], ...] = ()  # for each flat output the names of its dynamic dimensions
 
     def to_json(self) -> dict[str, Any]:
@@ -90,6 +92,7 @@ class CompilePlan:
             "written": list(self.written),
             "guards": self.guards.to_json(),
             "rows": {name: verdict and verdict.to_json() for name, verdict in self.rows.items()},
+            "regions": [region.to_json() for region in self.regions],
             "output_dims": [[[dim, name] for dim, name in dims.items()] for dims in self.output_dims],
         }
 
@@ -108,6 +111,7 @@ class CompilePlan:
             written=tuple(data["written"]),
             guards=GuardSet.from_json(data["guards"]),
             rows={name: verdict and Verdict.from_json(verdict) for name, verdict in data["rows"].items()},
+            regions=tuple(Region.from_json(item) for item in data["regions"]),
             output_dims=tuple(dict(dims) for dims in data["output_dims"]),
         )
 

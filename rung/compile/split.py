@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rung import torch_compat
+from rung.compile.eager_break import NAMESPACE
 
 _HOISTABLE_METHODS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "flatten", "unflatten", "new_empty"})
 _IN_PLACE_OPERATORS = frozenset(name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name}__"))
@@ -169,7 +170,9 @@ def _is_impure(node: fx.Node) -> bool:
     if torch_compat.is_sym_int_node(node) or node.meta.get("example_value") is True:
         return False
     schema = operator_schema(node.target)
-    return bool(node.is_impure()) or mutates(node) or (schema is not None and not schema.returns)
+    # what runs eagerly may do something that no schema tells of
+    effects = schema is not None and (not schema.returns or schema.name.startswith(f"{NAMESPACE}::"))
+    return bool(node.is_impure()) or mutates(node) or effects
 
 
 def mutates(node: fx.Node) -> bool:

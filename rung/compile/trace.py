@@ -7,23 +7,25 @@ import re
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from rung import torch_compat
-from rung.compile.arguments import replace_tensors
+from rung.compile.arguments import Container, leaves, replace_tensors
 from rung.compile.audit import FixedDimension, audit_symbols, refuse_sizes_of_values
 from rung.compile.effects import net_effects, refuse_side_effects
 from rung.compile.guards import NO_GUARDS, GuardSet, Roots, collect_guards
 from rung.compile.paths import Path, parse_path
+from rung.compile.regions import Region
+from rung.compile.signature import argument_path, own_signature, self_name
 from rung.compile.sources import SourceRef, source_refs
 from rung.compile.template import Recorder, Template
 from rung.errors import DynamicShapeError, RungError, TraceError, UnsupportedModuleError
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]*)\n\s*([^\n]*)')
 
 DynamicDims = Mapping[str, Mapping[int, str]]  # argument (dotted path) -> {dim: name of the symbol}
 
@@ -41,21 +43,32 @@ class TracedGraph:
     unified: Mapping[str, str]  # name of a dimension -> the name that stands for it after unification
     bytecode: types.CodeType | None
     guards: GuardSet = NO_GUARDS  # what the trace has read besides its arguments
+    regions: Mapping[str, Region] = field(default_factory=dict)  # op that stands in the graph -> the region that runs eagerly there
 
 
-def trace(function: Callable[..., Any], locals_: Mapping[str, Any], dynamic: DynamicDims, *, maximum: int | None = None) -> TracedGraph:
+def trace(
+    function: Callable[..., Any],
+    locals_: Mapping[str, Any],
+    dynamic: DynamicDims,
+    *,
+    maximum: int | None = None,
+    regions: Mapping[str, Region] | None = None,
+) -> TracedGraph:
     """Trace `function` (a function or a bound method) with the bound arguments `locals_` (self excluded).
 
     Tensors named in `dynamic` are replaced by fresh ones of a size that no buffer has, so the caller's tensors stay unmarked.
+    `regions` are those whose ops stand where they are called, for the length of this trace.
     Raises `DynamicShapeError` when the trace fixes a declared dimension, `TraceError` when it does not end in one graph."""
     try:
-        return _trace_once(function, locals_, dynamic, maximum)
+        return _trace_once(function, locals_, dynamic, maximum, regions or {})
     except FixedDimension as fixed:
         dims = {dim: name for dim, name in dynamic[fixed.argument].items() if dim != fixed.dim}
-        return trace(function, locals_, {**dynamic, fixed.argument: dims}, maximum=maximum)
+        return trace(function, locals_, {**dynamic, fixed.argument: dims}, maximum=maximum, regions=regions)
 
 
-def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynamic: DynamicDims, maximum: int | None) -> TracedGraph:
+def _trace_once(
+    function: Callable[..., Any], locals_: Mapping[str, Any], dynamic: DynamicDims, maximum: int | None, regions: Mapping[str, Region]
+) -> TracedGraph:
     size = _free_size(function)
     example = _example_arguments(locals_, dynamic, size)
     args, kwargs = _as_call(function, example)
@@ -69,9 +82,9 @@ def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynami
         if isinstance(error, RungError) or not torch_compat.is_capture_error(error):
             raise
         if torch_compat.is_size_decision(error) and any(name.startswith("~") for dims in dynamic.values() for name in dims.values()):
-            return _trace_once(function, locals_, _declared(dynamic), maximum)
+            return _trace_once(function, locals_, _declared(dynamic), maximum, regions)
         raise _trace_error(function, error) from error
-    inputs = tuple(parse_path(source) for source in capture.sources)
+    inputs = tuple(argument_path(parse_path(source), function) for source in capture.sources)
     owner = getattr(function, "__self__", None)
     full = dict(example) if owner is None else {self_name(function): owner, **example}
     _check_reachable(inputs, full)
@@ -87,7 +100,8 @@ def _trace_once(function: Callable[..., Any], locals_: Mapping[str, Any], dynami
         source_refs(capture.traced_code),
         unified,
         capture.bytecode,
-        collect_guards(capture.guards, Roots(function)),
+        collect_guards(capture.guards, Roots(function, ignored=[(region.holder, region.name) for region in regions.values()])),
+        regions,
     )
 
 
@@ -99,10 +113,6 @@ def _declared(dynamic: DynamicDims) -> DynamicDims:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
-
-
-def self_name(function: Callable[..., Any]) -> str:
-    return next(iter(inspect.signature(function.__func__).parameters))  # type: ignore[attr-defined]
 
 
 def _free_size(function: Callable[..., Any]) -> int:
@@ -120,15 +130,17 @@ def _free_size(function: Callable[..., Any]) -> int:
 def _example_arguments(locals_: Mapping[str, Any], dynamic: DynamicDims, size: int) -> dict[str, Any]:
     # One object passed twice would become one input, and serve later calls with two. `detach` makes them two.
     example = {name: replace_tensors(value, lambda tensor: tensor.contiguous().detach()) for name, value in locals_.items()}
+    found = {path.dotted(): value for path, value in leaves(example)}
+    stand_ins: dict[int, torch.Tensor] = {}
     for argument, dims in dynamic.items():
-        tensor = example.get(argument)
-        if tensor is None and argument in example:
+        tensor = found.get(argument)
+        if tensor is None and any(found.get(prefix, example) is None for prefix in _prefixes(argument)):
             continue  # an optional argument that is absent in this call
         if not isinstance(tensor, torch.Tensor):
             raise DynamicShapeError(
                 f"dynamic names argument {argument!r}, but "
-                + ("there is no such argument" if argument not in example else f"it is a {type(tensor).__name__}, not a tensor"),
-                hint=f"name one of the tensor arguments: {[k for k, v in example.items() if isinstance(v, torch.Tensor)]}",
+                + ("there is no such argument" if argument not in found else f"it is a {_type_of(tensor)}, not a tensor"),
+                hint=f"name one of the tensor arguments: {[k for k, v in found.items() if isinstance(v, torch.Tensor)]}",
             )
         bad = [dim for dim in dims if not 0 <= dim < tensor.dim()]
         if bad:
@@ -140,12 +152,22 @@ def _example_arguments(locals_: Mapping[str, Any], dynamic: DynamicDims, size: i
         stand_in = tensor.new_zeros(shape)
         for dim, symbol in dims.items():
             torch_compat.mark_unbacked(stand_in, dim, shape_id=symbol)
-        example[argument] = stand_in
-    return example
+        stand_ins[id(tensor)] = stand_in
+    return {name: replace_tensors(value, lambda tensor: stand_ins.get(id(tensor), tensor)) for name, value in example.items()}
+
+
+def _prefixes(dotted: str) -> list[str]:
+    """`a.b.c`, `a.b`, `a`."""
+    parts = dotted.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def _type_of(leaf: Any) -> str:
+    return (leaf.type if isinstance(leaf, Container) else type(leaf)).__name__
 
 
 def _as_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    bound = inspect.BoundArguments(inspect.signature(function), dict(arguments))
+    bound = inspect.BoundArguments(own_signature(function), dict(arguments))
     return bound.args, bound.kwargs
 
 
@@ -179,7 +201,12 @@ def _record_template(
         raise _side_effect_error(function, capture.side_effects)
     with net_effects(changed_objects) as changed, refuse_side_effects(owner, _name(function)), torch.no_grad():
         call = capture.replay(lambda *_: list(markers))
-        sample = call(*((owner,) if owner is not None else ()), *args, **kwargs)
+        try:
+            sample = call(*((owner,) if owner is not None else ()), *args, **kwargs)
+        except Exception as error:
+            if isinstance(error, RungError) or not capture.side_effects:
+                raise
+            raise _side_effect_error(function, capture.side_effects) from error  # such as a value of a tensor that is put into a list
     changed += [source for source, found in changed_objects.items() if found is None]
     if changed:
         raise _side_effect_error(function, changed)
@@ -216,11 +243,16 @@ def _trace_error(function: Callable[..., Any], error: BaseException) -> TraceErr
 
 def user_location(error: BaseException) -> str:
     """` at file:line (code)` of the innermost frame of user code that an error of the compiler names, or an empty text."""
+    for frame in reversed(error_frames(error)):
+        if frame.line:
+            return torch_compat.place(frame.filename, frame.lineno, frame.line)
+    return ""
+
+
+def error_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of user code that an error of the compiler names, innermost last."""
     stack: Any = getattr(error, "real_stack", None)
     frames = list(stack) if stack else list(traceback.extract_tb(error.__traceback__))
     # some of torch 2.11's errors carry the stack as text alone
-    frames += [traceback.FrameSummary(file, int(line), "", line=code) for file, line, code in _FRAME.findall(str(error))]
-    for frame in reversed(frames):
-        if torch_compat.is_user_file(frame.filename) and frame.line:
-            return torch_compat.place(frame.filename, frame.lineno, frame.line)
-    return ""
+    text = [traceback.FrameSummary(file, int(line), name, line=code) for file, line, name, code in _FRAME.findall(str(error))]
+    return [frame for frame in (*frames, *text) if torch_compat.is_user_file(frame.filename)]

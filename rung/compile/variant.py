@@ -63,7 +63,10 @@ class Variant:
     def entry(self, function: Callable[..., Any], owner: Any, slow: Callable[..., Any]) -> Callable[..., Any]:
         """Generate the checked entry."""
         self.miss = self.stale = slow
-        return generate_entry(self, function, owner)
+        source = generate_entry(self, function, owner)
+        if self.report.dump is not None:
+            self.report.dump.entry(source, self.state.source)
+        return source.build("entry")
 
     def wants_gradient(self) -> bool:
         return any(tensor.requires_grad for tensor in self.compiled.weights.values() if isinstance(tensor, torch.Tensor))

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from rung.compile.bound import BoundPlan, call_step
+from rung import torch_compat
+from rung.compile.bound import BoundPlan, call_step, profiled_step
 from rung.counters import Count, Counters
 from rung.errors import CaptureError, StateError
 from rung.graphs.backends.base import GraphBackend
@@ -161,11 +162,16 @@ class GraphManager:
         if dispatch.descriptor.mode is GraphMode.NONE:
             self._know_addresses()
             self.count_step(dispatch)
-            runner = call_step if self._ranges is None else self._ranges.step
+            plain = profiled_step if torch_compat.profiling() else call_step
+            runner = plain if self._ranges is None else self._ranges.step
             return Outputs(self.plan.run_steps(self.views(descriptor), runner), self.generation, None)
         program = self._programs.get(descriptor) or self._capture_now(descriptor)
         self.generation += 1
-        program.replay()  # the launch comes first, what is counted comes behind it
+        if torch_compat.profiling():
+            with torch.profiler.record_function(f"rung replay {descriptor}"):
+                program.replay()
+        else:
+            program.replay()  # the launch comes first, what is counted comes behind it
         self.count_step(dispatch)
         self.counters.add(Count.REPLAYS)
         return Outputs(program.outputs, self.generation, self._current_generation)

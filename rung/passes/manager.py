@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import fx
@@ -32,18 +33,22 @@ class GraphPass(Protocol):
         ...
 
 
+Observer = Callable[[int, str, fx.Graph], None]  # position, name of the pass that has just run, its graph
+
+
 class PassManager:
     """Runs passes over a piece and remembers what they did to it. `late` passes run behind lowering, on what Inductor will see."""
 
-    def __init__(self, passes: Sequence[GraphPass] = (), late: Sequence[GraphPass] = ()) -> None:
+    def __init__(self, passes: Sequence[GraphPass] = (), late: Sequence[GraphPass] = (), observe: Observer | None = None) -> None:
         self.passes = tuple(passes)
         self.late = tuple(late)
+        self._observe = observe or (lambda number, name, graph: None)
         self.report: dict[str, Any] = {}
         self.near_misses: list[NearMiss] = []
 
-    def fresh(self) -> PassManager:
-        """The same passes, for another piece."""
-        return PassManager(self.passes, self.late)
+    def fresh(self, observe: Observer | None = None) -> PassManager:
+        """The same passes, for another piece. `observe` sees the graph before them and behind each."""
+        return PassManager(self.passes, self.late, observe)
 
     def uuid(self, tag: str = "") -> str:
         """Identity of everything this manager may do to a graph; `tag` separates pieces that Inductor's own key does not."""
@@ -60,12 +65,16 @@ class PassManager:
 
     def run(self, graph: fx.Graph) -> None:
         self.near_misses = []
-        report: dict[str, Any] = {item.name: self._run(item, graph) for item in self.passes}
+        numbers = itertools.count(1)
+        self._observe(0, "before", graph)
+        report: dict[str, Any] = {item.name: self._run(item, graph, next(numbers)) for item in self.passes}
         report["lowering"] = lowering.lower(graph, (*IR_OPS, *FUSED_OPS))
-        self.report = report | {item.name: self._run(item, graph) for item in self.late}
+        self._observe(next(numbers), "lowering", graph)
+        self.report = report | {item.name: self._run(item, graph, next(numbers)) for item in self.late}
 
-    def _run(self, item: GraphPass, graph: fx.Graph) -> dict[str, int]:
+    def _run(self, item: GraphPass, graph: fx.Graph, number: int) -> dict[str, int]:
         outcome = item.run(graph)
+        self._observe(number, item.name, graph)
         if isinstance(outcome, PassOutcome):
             self.near_misses += outcome.near_misses
             return dict(outcome.matches)

@@ -50,6 +50,7 @@ from rung.torch_compat.memoryless import fake_mode_of, memoryless
 from rung.torch_compat.passes import PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
 from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
+from rung.torch_compat.profiling import profiling
 from rung.torch_compat.scaled_mm import scaled_mm
 from rung.torch_compat.sizes import (
     bounding_constant,
@@ -126,6 +127,7 @@ __all__ = [
     "node_location",
     "occupy_stream",
     "pretend_cuda",
+    "profiling",
     "quiet_compiler",
     "raw_callable",
     "raw_stream_calls",

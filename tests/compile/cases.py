@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import subprocess
 import sys
 from collections import OrderedDict
@@ -17,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from rung.compile.arguments import leaves
+from rung.compile.arguments import dynamic_dims, leaves
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.plan import CompilePlan, TensorSpec
 from rung.compile.rows import output_dims, prove_rows
-from rung.compile.trace import TracedGraph, self_name, trace
+from rung.compile.signature import own_signature, self_name
+from rung.compile.trace import TracedGraph, trace
 
 ROOT = FilePath(__file__).parents[2]
 TOY_OPS = ("rungtest::double", "rungtest::pair", "rungtest::write", "rungtest::first_rows", "rungtest::host_scale")
@@ -63,8 +63,8 @@ def split(
     return traced, build_steps(traced, TOY_OPS)
 
 
-def bound(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
-    arguments = inspect.signature(function).bind(*args)
+def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    arguments = own_signature(function).bind(*args, **(kwargs or {}))
     arguments.apply_defaults()
     return dict(arguments.arguments)
 
@@ -75,14 +75,17 @@ def uncompiled(
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     pad: Sequence[str] = (),
     split_ops: Collection[str] = TOY_OPS,
+    **kwargs: Any,
 ) -> tuple[CompiledFunction, SplitGraph]:
     """The plan of `function` bound to pieces that run as FX graphs; call it with tensors in the order of `input_names`."""
-    traced = trace(function, bound(function, args), {"x": {0: "rows"}} if dynamic is None else dynamic)
+    locals_ = bound(function, args, kwargs)
+    found = leaves(locals_)
+    traced = trace(function, locals_, dynamic_dims(function, found, {"x": {0: "rows"}} if dynamic is None else dynamic))
     rows = prove_rows(traced.graph_module, traced.symbols, traced.bounds, pad)
     names = output_dims(traced.graph_module, traced.symbols)
     graph = build_steps(traced, split_ops)
     owner = getattr(function, "__self__", None)
-    tensors = [(path, value) for path, value in leaves(bound(function, args)) if isinstance(value, torch.Tensor)]
+    tensors = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
     plan = CompilePlan(
         entry="",
         inputs=traced.inputs,

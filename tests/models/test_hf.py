@@ -9,10 +9,12 @@ import torch
 import transformers
 
 from rung.attention import SPLIT_OPS, attention_layers
+from rung.compile.guards import Roots
+from rung.compile.trace import trace
 from rung.context import set_forward_context
 from rung.errors import UnsupportedModuleError
 from rung.models.hf import FlatModel
-from tests.compile.cases import uncompiled
+from tests.compile.cases import assert_same, bound, uncompiled
 from tests.models.harness import bind_dense, context
 
 SMALL: dict[str, Any] = {
@@ -74,6 +76,22 @@ def test_layers_ask_for_what_the_model_asks_for(model: Any) -> None:
     assert windows == {"Mistral": [4, 4], "Gemma3": [4, None]}.get(
         type(flat.base).__name__.removesuffix("Model").removesuffix("Text"), [None] * 2
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_model_itself_traces_under_its_decorators(name: str) -> None:
+    """Their forwards take `*args, **kwargs`; sizes, structure of the output and guards are those of the plain call."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval().requires_grad_(False)
+    ids = torch.randint(3, 64, (2, LENGTH))
+    dynamic = {"input_ids": {1: "tokens"}}
+    with torch.no_grad():
+        compiled, _ = uncompiled(model.forward, dynamic=dynamic, input_ids=ids[:, :4], use_cache=False)
+        assert compiled.input_names == ("kwargs.input_ids",)
+        assert_same(compiled(ids), model(ids, use_cache=False))
+        guards = trace(model.forward, bound(model.forward, (ids,), {"use_cache": False}), {}).guards
+    assert guards.unknown == ()
+    assert guards.violation(Roots(model.forward)) == ""
 
 
 def test_a_model_with_attention_of_its_own_is_refused() -> None:

@@ -12,8 +12,8 @@ import torch
 from rung import torch_compat
 from rung.compile.guards.base import Guard, GuardSet, Kind
 from rung.compile.guards.describe import describe
-from rung.compile.guards.roots import ARGUMENT, GLOBALS, Roots, path_of
-from rung.compile.paths import Access, Path
+from rung.compile.guards.roots import ARGUMENT, GLOBALS, Roots, key_of, path_of
+from rung.compile.paths import Access, NthKey, Path, nth_key
 
 _KINDS = {
     "CONSTANT_MATCH": Kind.VALUE,
@@ -65,6 +65,14 @@ def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots) -> G
         path = path_of(one.source, roots)
         if one.kind in _ELSEWHERE or path is ARGUMENT:
             continue
+        key = nth_key(one.source)
+        if key is not None:  # the order of keys has a kind of its own
+            entry = _entry(key, roots)
+            if entry is None:
+                unknown[f"{one.kind} {one.source}"] = None
+            else:
+                guards[repr(entry)] = entry
+            continue
         kind = _KINDS.get(one.kind)
         if kind is None or path is None:
             if path is None or not _is_fixed(path, roots):
@@ -80,6 +88,11 @@ def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots) -> G
             if kind is Kind.OBJECT:
                 guards |= {repr(extra): extra for extra in _defaults(path, roots)}
     return GuardSet(tuple(guards.values()), tuple(unknown))
+
+
+def _entry(key: NthKey, roots: Roots) -> Guard | None:
+    path, name = path_of(key.source, roots), key_of(key, roots)
+    return None if path is None or path is ARGUMENT or name is None else Guard(Kind.CONTAINS, path, [name, True])
 
 
 def _guard(kind: Kind, one: torch_compat.DynamoGuard, path: Path, roots: Roots) -> Guard | str | None:

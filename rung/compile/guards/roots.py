@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from rung.compile.paths import Access, Path, parse_accesses
+from rung.compile.paths import Access, NthKey, Path, parse_accesses
+from rung.compile.signature import argument_path, self_name
 
 GLOBALS = "<globals>"
 FUNCTION = "<function>"
@@ -22,13 +22,15 @@ _IMPORTED = "__import_"  # Dynamo's name in the globals for a module whose funct
 class Roots(Mapping[str, Any]):
     """Locals of `Path.resolve`: the owner under its traced name, `<globals>`, and `<module a.b>` for any module that can be imported."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], ignored: Collection[tuple[str, str]] = ()) -> None:
+        self._ignored = [(holder, [*(holder.split(".") if holder and holder[0] != "<" else ()), name]) for holder, name in ignored]
         owner = getattr(function, "__self__", None)
         plain = getattr(function, "__func__", function)
+        self._function = function
         self._values: dict[str, Any] = {GLOBALS: getattr(plain, "__globals__", {}), FUNCTION: plain}
         self.owner_name = ""
         if owner is not None:
-            self.owner_name = next(iter(inspect.signature(plain).parameters))
+            self.owner_name = self_name(function)
             self._values[self.owner_name] = owner
 
     def __getitem__(self, name: str) -> Any:
@@ -38,8 +40,9 @@ class Roots(Mapping[str, Any]):
 
     def local(self, name: str, accesses: tuple[Access, ...]) -> Path:
         """The path behind a local of the traced function: the owner, a variable of an enclosing function, or an argument."""
-        if name == self.owner_name:
-            return Path(name, accesses)
+        path = argument_path(Path(name, accesses), self._function)
+        if path.local == self.owner_name:
+            return path
         free = getattr(getattr(self._values[FUNCTION], "__code__", None), "co_freevars", ())
         if name not in free:
             return ARGUMENT
@@ -52,6 +55,16 @@ class Roots(Mapping[str, Any]):
             return None if path is None or path is ARGUMENT else path.resolve(self)
         except (KeyError, AttributeError, IndexError, TypeError, ImportError):
             return None
+
+    def ignores(self, path: Path) -> bool:
+        """Whether a path leads through a function that only stood there during the trace: (submodule or `<module a.b>`, name)."""
+        names = [str(key) for _, key in path.accesses if key not in ("_modules", "__dict__")]
+        own = self._values[GLOBALS].get("__name__", "")
+        root = f"<module {own}>" if path.local == GLOBALS else path.local
+        return any(
+            names[: len(ignored)] == ignored and root == (holder if holder.startswith("<") else self.owner_name)
+            for holder, ignored in self._ignored
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -83,10 +96,23 @@ def path_of(source: str, roots: Roots) -> Path | None:
     if parsed is None:
         return None
     scope, name, accesses = parsed
+    if any(isinstance(key, NthKey) for _, key in accesses):
+        accesses = tuple((kind, key_of(key, roots) if isinstance(key, NthKey) else key) for kind, key in accesses)
+        if any(key is None for _, key in accesses):
+            return None
     if scope == "L":
-        return roots.local(name, accesses)
-    root = root_of_global(name)
-    return Path(GLOBALS, (("item", name), *accesses)) if root is None else Path(root, accesses)
+        path = roots.local(name, accesses)
+    else:
+        root = root_of_global(name)
+        path = Path(GLOBALS, (("item", name), *accesses)) if root is None else Path(root, accesses)
+    return ARGUMENT if roots.ignores(path) else path
+
+
+def key_of(key: NthKey, roots: Roots) -> str | int | None:
+    """The key that a trace met at this place of a mapping, if it can be written down."""
+    mapping = roots.find(key.source)
+    found = list(mapping)[key.index] if isinstance(mapping, Mapping) and key.index < len(mapping) else None
+    return found if isinstance(found, str | int) else None
 
 
 def shown(name: str) -> str:

@@ -42,7 +42,7 @@ class GuardState:
         """Take the objects that are there now for those that were traced."""
         self._slots: dict[tuple[int, str, Any], Edge] = {}
         self._checks: dict[str, None] = {}
-        self._source = Source("unchanged", "")
+        self.source = Source("unchanged", "")
         self._tables: dict[int, Any] = {}  # of submodules
         self._tensor_tables: set[int] = set()
         self._hooks: list[Any] = [*torch_compat.global_hooks()]
@@ -59,7 +59,7 @@ class GuardState:
         self._parts = itertools.cycle(_parts(entries, PART))
         self._override_parts = itertools.cycle(_parts(list(self._overrides.values()), OVERRIDES))
         self._all = entries, list(self._overrides.values())
-        del self._slots, self._checks, self._source, self._tables, self._tensor_tables, self._overrides
+        del self._slots, self._checks, self._tables, self._tensor_tables, self._overrides
 
     def swept(self) -> bool:
         """Whether the next part of the submodules and tensors is the same, and lies where it lay."""
@@ -95,7 +95,7 @@ class GuardState:
         value: Any = self.roots[guard.path.local]
         for access in guard.path.accesses:
             value = self._follow(value, access)
-        bind = self._source.bind
+        bind = self.source.bind
         if guard.kind is Kind.HOOKS:
             self._hooks.append(value)
         elif guard.kind is Kind.OVERRIDE:
@@ -129,7 +129,7 @@ class GuardState:
             pass
         else:
             comparison = "is" if edge.stable else "=="
-            self._checks[f"{edge.expression(self._source)} {comparison} {self._source.bind(edge.child)}"] = None
+            self._checks[f"{edge.expression(self.source)} {comparison} {self.source.bind(edge.child)}"] = None
         return edge.child
 
     def _is_swept(self, edge: Edge) -> bool:
@@ -137,7 +137,7 @@ class GuardState:
         return isinstance(edge.child, torch.Tensor) or id(edge.container) in self._tensor_tables
 
     def _build(self) -> Callable[[], bool]:
-        source = self._source
+        source = self.source
         checks = [f"not {source.bind(any)}({source.bind(self._hooks)})", *self._checks]
         source.lines += [
             "try:",

@@ -1,0 +1,128 @@
+"""Regions that will not trace become breaks: `breaks="auto"`."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rung
+from rung.compile.auto_break import trace_with_breaks
+from rung.errors import ConfigError, OutputMismatchError, TraceError
+from tests.compile.cases import assert_same
+
+ROWS = {"x": {0: "rows"}}
+STREAM = io.StringIO()
+
+
+class Decides(nn.Module):
+    """Python that depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight if x.sum().item() > 0 else x.t().contiguous().t() - self.weight
+
+
+def in_words(x: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A C extension that nobody can trace, and memory of the argument in the result."""
+    STREAM.write(f"{scale}")
+    return x[:, :2], torch.tensor([scale])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(2, 2)
+        self.middle = Decides()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def note(self, x: torch.Tensor) -> None:
+        print("mean", x.mean().item(), file=STREAM)
+        x.add_(1)
+        self.calls.add_(1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.first(x)
+        self.note(y)
+        left, scale = in_words(self.middle(y * 2), 3.0)
+        return {"left": self.last(left), "scale": scale * 2, "rows": y.shape[0]}
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def calls() -> list[torch.Tensor]:
+    return [torch.randn(rows, 4) * sign for rows, sign in ((4, 1), (2, -1), (1, 1))]
+
+
+def test_stitched_equals_eager_cold_and_warm(calls: list[torch.Tensor]) -> None:
+    for source in ("compiled", "loaded"):
+        eager, module = net(), rung.wrap(net(), dynamic=ROWS, breaks="auto")
+        with torch.no_grad():
+            for x in calls:
+                assert_same(module(x.clone()), eager(x.clone()))
+                assert torch.equal(module.calls, eager.calls)  # runs for the trace leave no mark
+        (report,) = module.rung.report()
+        assert report["source"] == source, report["reason"]
+        assert [name.partition("_")[0] for name in report["steps"]] == ["piece", "note", "piece", "in", "piece"]
+        assert {one["name"] for one in report["breaks"]} == {"note", "middle", "in_words"}
+        assert all("test_auto_break.py" in one["where"] and one["reason"] for one in report["breaks"])
+        assert "note runs eagerly at " in module.rung.explain()
+        module.middle.weight.add_(1)  # a region reads the module as it is
+        eager.middle.weight.add_(1)
+        with torch.no_grad():
+            assert_same(module(calls[0].clone()), eager(calls[0].clone()))
+
+
+def test_it_is_off_by_default(calls: list[torch.Tensor]) -> None:
+    with pytest.raises(TraceError, match=r"could not be traced as one graph at .*test_auto_break.py"):
+        rung.wrap(net(), dynamic=ROWS)(calls[0])
+    with pytest.raises(ConfigError, match="breaks must be one of explicit, auto"):
+        rung.wrap(net(), breaks="all")
+
+
+class Drops(nn.Module):
+    """As many rows as there are positive ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row for row in x if row.sum().item() > 0])
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drops = Drops()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drops(x) * 2
+
+
+def test_a_size_that_depends_on_values_is_found_at_the_call() -> None:
+    module = rung.wrap(Rows(), dynamic=ROWS, breaks="auto")
+    x = torch.ones(3, 4)
+    assert torch.equal(module(x), x * 2)
+    x[1] = -1
+    with pytest.raises(
+        OutputMismatchError, match=r"drops.*returned torch.float32 cpu \[2, 4\] where torch.float32 cpu \[3, 4\] was expected"
+    ):
+        module(x)
+
+
+class Inline(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(x.mean().item(), file=STREAM)
+        return x * 2
+
+
+def test_what_lies_in_the_function_itself_is_still_an_error() -> None:
+    with pytest.raises(TraceError, match="could not be traced"):
+        trace_with_breaks(Inline().forward, {"x": torch.ones(3, 4)}, ROWS)

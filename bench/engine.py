@@ -22,7 +22,7 @@ import torch
 
 from bench.host_profile import HostProfile, show
 from rung.cli.assembly import open_decoder
-from rung.cli.options import resolve_device, resolve_dtype
+from rung.cli.options import QUANTISATIONS, resolve_device, resolve_dtype
 from rung.runner import Engine, ModelRunner, RunnerConfig, SamplingParams, build_engine
 
 
@@ -75,11 +75,13 @@ def main() -> None:
     parser.add_argument("--capture-all", action="store_true", help="the default ladder instead of the measured sizes")
     parser.add_argument("--host-profile", action="store_true", help="also print where the host's time of a step goes")
     parser.add_argument("--attention", default="auto", help="the attention backend")
+    parser.add_argument("--quantize", choices=tuple(QUANTISATIONS), help="e4m3 weights")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.sizes.split(",")]
     device = resolve_device("auto")
-    decoder = open_decoder(arguments.target, resolve_dtype("auto", device), device, shapes=True)
+    decoder = open_decoder(arguments.target, resolve_dtype("auto", device), device, shapes=True, quantize=arguments.quantize)
     rows = []
     for replay_steps in (int(k) for k in arguments.replay_steps.split(",")):
         config = RunnerConfig(
@@ -92,6 +94,7 @@ def main() -> None:
             replay_steps=replay_steps,
             prefix_cache=False,
             attention_backend=arguments.attention,
+            kv_cache_dtype=arguments.kv_cache_dtype,
         )
         engine, runner, start = build_engine(decoder.module, config)
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.seconds.items())

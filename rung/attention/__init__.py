@@ -1,6 +1,15 @@
 """Attention: the op contract, the metadata, and the backends (one file each in `backends/`)."""
 
-from rung.attention.base import PAD_SLOT, AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, HostMetadata, KVCache
+from rung.attention.base import (
+    PAD_SLOT,
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    BatchBounds,
+    CaptureSupport,
+    HostMetadata,
+    KVCache,
+)
 from rung.attention.layer import SPLIT_OPS, Attention, attention_layers
 from rung.attention.rotation import Rotation, rotate
 
@@ -11,6 +20,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "AttentionSpec",
+    "BatchBounds",
     "CaptureSupport",
     "HostMetadata",
     "KVCache",

@@ -13,7 +13,7 @@ The break contract of rung, in terms of attention:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
@@ -92,12 +92,31 @@ class AttentionMetadata:
         return int(self.host.seq_lens.sum()) == int(self.host.query_start_loc[-1])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchBounds:
+    """What of a batch may steer a launch: its sizes and the upper bounds of its lengths, or the largest that there can be."""
+
+    num_tokens: int
+    num_requests: int
+    max_query_len: int
+    max_seq_len: int
+
+
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The paged keys and values of one layer. The runner owns the storage; its address never changes while a graph lives."""
+    """The paged keys and values of one layer. The runner owns the storage; its address never changes while a graph lives.
+
+    A cache may be `float8_e4m3fn`. It then holds keys / `key_scale` and values / `value_scale`, clamped to the 448 that e4m3 reaches, and
+    who reads multiplies. The scales are numbers, which a captured graph keeps; caches of other dtypes have scales of 1."""
 
     key: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_size]
     value: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_size]
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.key.dtype == torch.float8_e4m3fn
 
     @property
     def block_size(self) -> int:
@@ -115,8 +134,18 @@ class AttentionBackend(ABC):
     def why_not(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
         """The reason why this backend cannot serve such a layer here, or None when it can."""
 
+    @classmethod
+    def why_not_fp8_cache(cls, device: torch.device) -> str | None:
+        """The reason why this backend does not take an e4m3 cache, or None when it does."""
+        return "it keeps keys and values in the model's dtype only"
+
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+
+    def rehearsal(self, limits: BatchBounds, block_size: int, dtype: torch.dtype, device: torch.device) -> Sequence[BatchBounds]:
+        """Batches that, run once each, make the backend load every kernel that any batch within `limits` may ask for. None for backends
+        whose kernels come loaded."""
+        return ()
 
     @abstractmethod
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:

@@ -6,6 +6,9 @@ calls their Python implementations directly. All take the layer's name and look 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,6 +16,7 @@ from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSp
 from rung.attention.rotation import Rotation
 from rung.context import get_forward_context
 from rung.errors import ContextError
+from rung.launch import current_rehearsal
 
 _library = torch.library.Library("rung", "FRAGMENT")
 _library.define("kv_cache_write(Tensor key, Tensor value, str layer) -> Tensor")
@@ -94,6 +98,17 @@ def attention(
         module.backend.forward(query, cache, out, metadata)
 
 
+def _rehearsed(run: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
+    """`shapes` on tensors without memory; in a rehearsal after what the device would run, so that its kernels are known."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if current_rehearsal.get() is not None:
+            run(*arguments, **named)
+        return shapes(*arguments, **named)
+
+    return call
+
+
 def _fake_kv_cache_write(key: torch.Tensor, value: torch.Tensor, layer: str) -> torch.Tensor:
     return key.new_empty(0)
 
@@ -109,17 +124,23 @@ def _fake_attention(query: torch.Tensor, *arguments: object, **named: object) ->
 _library.impl("kv_cache_write", kv_cache_write, "CompositeExplicitAutograd")
 _library.impl("rotate_and_write", rotate_and_write, "CompositeExplicitAutograd")
 _library.impl("attention", attention, "CompositeExplicitAutograd")
-torch.library.register_fake("rung::kv_cache_write", _fake_kv_cache_write, lib=_library)
-torch.library.register_fake("rung::rotate_and_write", _fake_rotate_and_write, lib=_library)
-torch.library.register_fake("rung::attention", _fake_attention, lib=_library)
+torch.library.register_fake("rung::kv_cache_write", _rehearsed(kv_cache_write, _fake_kv_cache_write), lib=_library)
+torch.library.register_fake("rung::rotate_and_write", _rehearsed(rotate_and_write, _fake_rotate_and_write), lib=_library)
+torch.library.register_fake("rung::attention", _rehearsed(attention, _fake_attention), lib=_library)
 
 
 class Attention(nn.Module):
     """Paged attention of one layer over the flat batch. `name` must be unique in the model.
 
-    The KV cache and the backend are bound later, by `bind`; they are no parameters and no buffers."""
+    The KV cache and the backend are bound later, by `bind`; they are no parameters and no buffers. `key_scale` and `value_scale` are what
+    an e4m3 cache that a runner allocates is scaled by (see `KVCache`): the largest magnitude to be kept, divided by 448, or more."""
 
-    rung_unread_attributes = ("backend", "kv_cache")  # forward does not read them, so a plan does not depend on them
+    rung_unread_attributes = (
+        "backend",
+        "kv_cache",
+        "key_scale",
+        "value_scale",
+    )  # forward does not read them, so a plan does not depend on them
 
     def __init__(self, name: str, spec: AttentionSpec) -> None:
         super().__init__()
@@ -127,6 +148,8 @@ class Attention(nn.Module):
         self.spec = spec
         self.backend: AttentionBackend | None = None
         self.kv_cache: KVCache | None = None
+        self.key_scale = 1.0
+        self.value_scale = 1.0
 
     def bind(self, backend: AttentionBackend, kv_cache: KVCache) -> None:
         """Give the layer its backend and its cache; the caller keeps ownership of the cache."""

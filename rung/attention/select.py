@@ -22,17 +22,17 @@ def backend_names() -> tuple[str, ...]:
 
 
 def select_backend(
-    spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int, requested: str = "auto"
+    spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int, requested: str = "auto", *, fp8_cache: bool = False
 ) -> tuple[type[AttentionBackend], str]:
-    """The backend for such a layer and the reason for the choice.
+    """The backend for such a layer and the reason for the choice. `fp8_cache`: keys and values are kept as e4m3.
 
     `requested` is "auto" or a name of `backend_names()`; a named backend is never replaced by another. Raises
     `BackendUnavailableError` when the name is unknown, or when the backend cannot serve the layer here."""
     if requested != "auto":
-        return _named(spec, dtype, device, block_size, requested), f"{requested}: requested by name"
+        return _named(spec, dtype, device, block_size, requested, fp8_cache), f"{requested}: requested by name"
     passed_over: list[str] = []
     for backend in _ON_CUDA if device.type == "cuda" else _ELSEWHERE:
-        reason = backend.why_not(spec, dtype, device, block_size)
+        reason = _why_not(backend, spec, dtype, device, block_size, fp8_cache)
         if reason is None:
             return backend, "; ".join([f"{backend.name}: first that can serve the layer on {device.type}", *passed_over])
         passed_over.append(f"not {backend.name}: {reason}")
@@ -42,14 +42,23 @@ def select_backend(
     )
 
 
-def _named(spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int, requested: str) -> type[AttentionBackend]:
+def _why_not(
+    backend: type[AttentionBackend], spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int, fp8_cache: bool
+) -> str | None:
+    reason = backend.why_not(spec, dtype, device, block_size)
+    return reason if reason is not None or not fp8_cache else backend.why_not_fp8_cache(device)
+
+
+def _named(
+    spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int, requested: str, fp8_cache: bool
+) -> type[AttentionBackend]:
     known = {backend.name: backend for backend in _ON_CUDA}
     backend = known.get(requested)
     if backend is None:
         raise BackendUnavailableError(
             f"attention backend: expected 'auto' or one of {', '.join(known)}, got {requested!r}", hint="use 'auto' to let rung choose"
         )
-    reason = backend.why_not(spec, dtype, device, block_size)
+    reason = _why_not(backend, spec, dtype, device, block_size, fp8_cache)
     if reason is not None:
         raise BackendUnavailableError(f"attention backend {requested!r} cannot be used: {reason}", hint="use 'auto' to let rung choose")
     return backend

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from rung.cli.options import QUANTISATIONS
 from rung.cli.phases import Phases
 from rung.errors import TokenizerError
 from rung.graphs import MemoryReport
-from rung.models import SHAPES, LlamaConfig, LlamaForCausalLM, Tokenizer, load_model, random_model
+from rung.models import SHAPES, LlamaConfig, LlamaForCausalLM, Tokenizer, load_model, quantize_fp8, random_model
 from rung.runner import GrammarCompiler, ModelRunner, StartUp, sampling_defaults
 from rung.runner.graph_forward import GraphForward
 
@@ -36,12 +37,22 @@ class Decoder:
     generation: dict[str, Any] = field(default_factory=dict)  # how the model wants to be sampled, as in generation_config.json
 
 
-def open_decoder(name: str, dtype: torch.dtype, device: torch.device, *, shapes: bool = False) -> Decoder:
-    """A model folder, file or name; with `shapes` also a named shape, which gets random weights. Raises `ModelLoadError`."""
+def open_decoder(name: str, dtype: torch.dtype, device: torch.device, *, shapes: bool = False, quantize: str | None = None) -> Decoder:
+    """A model folder, file or name; with `shapes` also a named shape, which gets random weights. `quantize` is one of `QUANTISATIONS`.
+    Raises `ModelLoadError`; `ConfigError` for layers that cannot be quantised."""
     if shapes and name in SHAPES:
-        return Decoder(name=name, module=random_model(name, dtype=dtype, device=device), config=SHAPES[name])
+        return _quantised(Decoder(name=name, module=random_model(name, dtype=dtype, device=device), config=SHAPES[name]), quantize)
     loaded = load_model(name, dtype=dtype, device=device)
-    return Decoder(name=name, module=loaded.module, config=loaded.config, tokenizer=loaded.optional_tokenizer, generation=loaded.generation)
+    decoder = Decoder(
+        name=name, module=loaded.module, config=loaded.config, tokenizer=loaded.optional_tokenizer, generation=loaded.generation
+    )
+    return _quantised(decoder, quantize)
+
+
+def _quantised(decoder: Decoder, quantize: str | None) -> Decoder:
+    if quantize is not None:
+        quantize_fp8(decoder.module, QUANTISATIONS[quantize])
+    return decoder
 
 
 def sampling(decoder: Decoder, asked: Mapping[str, Any], json_schema: str | None) -> dict[str, Any]:
@@ -75,7 +86,7 @@ def add_start_up(phases: Phases, start: StartUp) -> None:
     """What building a runner took."""
     if start.compile is not None:
         phases.add_compile(start.compile.seconds)
-    for name in ("allocate", "profile", "capture"):
+    for name in ("allocate", "load kernels", "profile", "capture"):
         if name in start.seconds:
             phases.add(name, start.seconds[name])
 

@@ -7,13 +7,13 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from rung.cli.command import CompilingCommand
 from rung.cli.files import check_writable, write_text
-from rung.cli.options import device_options, integers, resolve_device, resolve_dtype
+from rung.cli.options import device_options, fp8_options, integers, resolve_device, resolve_dtype
 from rung.errors import ConfigError
 
 BENCH_MODES = ("eager", "compiled", "piecewise", "full")
@@ -45,6 +45,7 @@ def _modes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str,
 @click.option("--max-model-len", type=int, help="Context that the runner is built for.")
 @click.option("--repeats", type=click.IntRange(1), help="Measured rounds for each set of inputs; default 20, on a CPU 5.")
 @click.option("--sets", type=click.IntRange(1), default=3, show_default=True, help="Sets of different inputs.")
+@fp8_options
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON to this file too.")
@@ -57,6 +58,8 @@ def bench(
     max_model_len: int | None,
     repeats: int | None,
     sets: int,
+    quantize: str | None,
+    kv_cache_dtype: Literal["auto", "fp8"],
     dtype: str,
     device: str,
     as_json: bool,
@@ -79,6 +82,9 @@ def bench(
     if is_module_target(target):
         from rung.cli.bench_module import ModuleBench
 
+        if quantize is not None or kv_cache_dtype != "auto":
+            raise ConfigError("--quantize and --kv-cache-dtype are for models", hint="quantise the module where it is built")
+
         module, build = open_module(target, inputs, None if dtype == "auto" else resolve_dtype(dtype, place), place)
         work = ModuleBench(module, build, sizes, modes, repeats=repeats, sets=sets, device=place)
     else:
@@ -87,8 +93,10 @@ def bench(
 
         if inputs is not None:
             raise ConfigError(f"--inputs goes with a module:attr target, and {target!r} is a model", hint="leave --inputs out")
-        decoder = open_decoder(target, resolve_dtype(dtype, place), place, shapes=True)
-        work = DecoderBench(decoder, sizes, modes, context=context, repeats=repeats, sets=sets, max_model_len=max_model_len)
+        decoder = open_decoder(target, resolve_dtype(dtype, place), place, shapes=True, quantize=quantize)
+        work = DecoderBench(
+            decoder, sizes, modes, context=context, repeats=repeats, sets=sets, max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype
+        )
     rows = []
     for size in sizes:
         click.echo(f"size {size} ...", err=True)

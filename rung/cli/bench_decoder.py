@@ -27,7 +27,7 @@ from rung.runner import (
     build_runner,
 )
 from rung.runner.batch import Batch
-from rung.runner.config import Mode
+from rung.runner.config import KVCacheDtype, Mode
 from rung.runner.graph_forward import GraphForward
 
 _BEST = {"compiled": GraphMode.NONE, "piecewise": GraphMode.PIECEWISE, "full": GraphMode.FULL}
@@ -105,12 +105,14 @@ class DecoderBench:
         repeats: int,
         sets: int,
         max_model_len: int | None,
+        kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
         self._decoder = decoder
         self._modes = tuple(modes)
         self._context = context
         self._repeats = repeats
         self._sets = sets
+        self._kv_cache_dtype = kv_cache_dtype
         self._warmup = 3
         self._ids = itertools.count()
         self.phases = Phases()
@@ -152,6 +154,7 @@ class DecoderBench:
             num_blocks=max(largest * needed // 16, -(-length // 16)) + 1,
             graphs=graphs,
             prefix_cache=False,
+            kv_cache_dtype=self._kv_cache_dtype,
             capture_sizes=_padded_sizes(sizes),
         )
 

@@ -6,13 +6,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import click
 
 from rung.cli.command import CompilingCommand
 from rung.cli.files import check_writable, read_json_text, read_text
-from rung.cli.options import device_options, integers, resolve_device, resolve_dtype, sampling_options
+from rung.cli.options import device_options, fp8_options, integers, resolve_device, resolve_dtype, sampling_options
 from rung.cli.phases import Phases
 
 
@@ -44,6 +44,7 @@ from rung.cli.phases import Phases
 @click.option("--graph-memory-bytes", type=int, help="At most so much memory for graphs; the least valuable sizes are left out.")
 @click.option("--step-trace", type=click.Path(dir_okay=False), help="Append a line for each step to this file, for `rung ladder`.")
 @click.option("--attention", default="auto", show_default=True, help="Attention backend; `rung doctor` lists them.")
+@fp8_options
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def generate(
@@ -62,6 +63,8 @@ def generate(
     graph_memory_bytes: int | None,
     step_trace: str | None,
     attention: str,
+    quantize: str | None,
+    kv_cache_dtype: Literal["auto", "fp8"],
     dtype: str,
     device: str,
     as_json: bool,
@@ -88,7 +91,7 @@ def generate(
     SamplingParams(max_tokens=max_tokens, **asked)  # refused before weights are loaded
     place = resolve_device(device)
     with phases("load weights"):
-        decoder = assembly.open_decoder(model, resolve_dtype(dtype, place), place)
+        decoder = assembly.open_decoder(model, resolve_dtype(dtype, place), place, quantize=quantize)
     params = SamplingParams(max_tokens=max_tokens, **assembly.sampling(decoder, asked, schema))
     ids = [_encode(decoder, prompt, chat) for prompt in prompts]
     settings = assembly.runner_settings(mode, place) | _sizes(decoder, ids, max_tokens, max_model_len, place.type == "cuda")
@@ -100,6 +103,7 @@ def generate(
         num_blocks=num_blocks,
         long_prefill_chunk=prefill_chunk,
         attention_backend=attention,
+        kv_cache_dtype=kv_cache_dtype,
         graph_memory_bytes=graph_memory_bytes,
         step_trace=step_trace,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -53,6 +53,26 @@ def device_options(function: Callable[..., Any]) -> Callable[..., Any]:
     dtype = click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto: bfloat16 on a GPU, else float32.")
     device = click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1; auto: a GPU if there is one.")
     return device(dtype(function))
+
+
+QUANTISATIONS: dict[str, Literal["per_token", "per_tensor", "group128"]] = {
+    "fp8": "per_token",
+    "fp8-per-tensor": "per_tensor",
+    "fp8-group128": "group128",
+}  # name: scheme of `quantize_fp8`
+
+
+def fp8_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--quantize` and `--kv-cache-dtype`."""
+    quantize = click.option(
+        "--quantize",
+        type=click.Choice(tuple(QUANTISATIONS)),
+        help="Linear layers in e4m3: a weight scale an output, one a layer, or one a square of 128; the head stays.",
+    )
+    cache = click.option(
+        "--kv-cache-dtype", type=click.Choice(("auto", "fp8")), default="auto", show_default=True, help="fp8: keys and values in e4m3."
+    )
+    return cache(quantize(function))
 
 
 def resolve_device(name: str) -> torch.device:

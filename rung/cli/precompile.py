@@ -34,7 +34,10 @@ def _ranges(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--ranges", metavar="1:N,...", callback=_ranges, help="Sizes that compiled code serves; default: as `generate` and `bench`.")
 @click.option("--target", "targets", type=click.Choice(TARGETS), multiple=True, help="Device to compile for; default: native.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="The store to fill; default: that of RUNG_CACHE_DIR.")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="So many compiles at once, each in its own process.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="So many compiles at once.")
+@click.option(
+    "--requests", metavar="N,N,...", callback=integers, help="Request slots of runners whose kernels --target builds; default: 16,64."
+)
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto: bfloat16 for a GPU, else float32.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 def precompile(
@@ -45,6 +48,7 @@ def precompile(
     targets: tuple[str, ...],
     out: Path | None,
     jobs: int,
+    requests: tuple[int, ...] | None,
     dtype: str,
     as_json: bool,
 ) -> None:
@@ -62,9 +66,10 @@ def precompile(
             raise BackendUnavailableError(f"--target {elsewhere[0]}: {reason}", hint="install torch's CUDA build; it needs no GPU")
     if is_module_target(target) != (inputs is not None):
         raise ConfigError("--inputs goes with a module:attr target, and with no other", hint="see `rung precompile --help`")
-    job = Job(target=target, inputs=inputs, dtype=dtype, sizes=tuple(sizes or ()))
+    job = Job(target=target, inputs=inputs, dtype=dtype, sizes=tuple(sizes or ()), requests=tuple(requests or (16, 64)))
     ends: tuple[int | None, ...] = ranges or (None,)
     wanted = [replace(job, place=place, maximum=end) for place in targets or ("native",) for end in ends]
+    wanted = [replace(one, threads=max(1, jobs // len(wanted))) for one in wanted]
     start = time.perf_counter()
     with use_store(**({} if out is None else {"root": out, "bases": ()})):
         top = open_store().top
@@ -86,10 +91,12 @@ def _show(results: list[dict[str, Any]]) -> None:
             result["pieces"],
             result["unique_pieces"],
             result["hit_pieces"],
+            result["kernels"],
+            result["hit_kernels"],
             f"{result['seconds']:.1f} s",
             f"{result['saved_seconds']:.1f} s",
         )
         for result in results
     ]
-    columns = ("what", "store", "pieces", "unique", "of them stored", "took", "saved")
+    columns = ("what", "store", "pieces", "unique", "of them stored", "kernels", "of them stored", "took", "saved")
     show_table("", columns, rows, numbers=columns[2:])

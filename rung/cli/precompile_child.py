@@ -13,7 +13,8 @@ from rung.cli.precompile_jobs import Job, run_here
 
 def main() -> None:
     given = json.load(sys.stdin)
-    job = Job(**{**given, "sizes": tuple(given["sizes"])})
+    given |= {name: tuple(given[name]) for name in ("sizes", "requests")}
+    job = Job(**given)
     if job.place != "native":
         from rung.torch_compat import pretend_cuda
 

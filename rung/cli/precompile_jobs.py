@@ -25,6 +25,8 @@ class Job:
     dtype: str
     sizes: tuple[int, ...]
     place: str = "native"  # one of TARGETS
+    requests: tuple[int, ...] = (16, 64)  # request slots of the runners whose kernels are built, where the device is not here
+    threads: int = 1  # that compile kernels
     maximum: int | None = None  # the largest size that the code serves; None: what the commands take by themselves
 
     @property

@@ -13,25 +13,29 @@ from rung import torch_compat
 from rung.cli import assembly
 from rung.cli.options import resolve_device, resolve_dtype
 from rung.cli.precompile_jobs import Job
+from rung.cli.precompile_kernels import build_kernels
 from rung.cli.targets import growing_dims, is_module_target, open_module
 from rung.compile.report import CompileReport
 from rung.counters import Counters
 from rung.models import SHAPES
 from rung.models.build import empty_model
 from rung.models.load import model_config
+from rung.runner import RunnerConfig
 from rung.runner.build import compile_example, compile_model, example_inputs
 
 ROWS = "rows"
+_NO_KERNELS = (0, 0)  # a native build leaves them to the first start, which has the device
 
 
 def compile_job(job: Job) -> list[dict[str, Any]]:
     """Compile, or find in the store, everything of a job; one result a plan."""
     device = resolve_device("auto" if job.place == "native" else "cuda")
     compiled = _module(job, device) if is_module_target(job.target) else _model(job, device)
-    return [_result(job, what, report, seconds) for what, report, seconds in compiled]
+    return [_result(job, what, report, kernels, seconds) for what, report, kernels, seconds in compiled]
 
 
-_Compiled = Iterator[tuple[str, CompileReport, float]]
+_Kernels = tuple[int, int]  # images of our own kernels: compiled, found
+_Compiled = Iterator[tuple[str, CompileReport, _Kernels, float]]
 
 
 def _model(job: Job, device: torch.device) -> _Compiled:
@@ -41,17 +45,22 @@ def _model(job: Job, device: torch.device) -> _Compiled:
     decoder = assembly.open_decoder(job.target, resolve_dtype(job.dtype, device), device, shapes=True)
     start = time.perf_counter()
     _, report = compile_model(decoder.module, device, job.maximum or assembly.token_budget(device), Counters())
-    yield job.label, report, time.perf_counter() - start
+    yield job.label, report, _NO_KERNELS, time.perf_counter() - start
 
 
 def _fake_model(job: Job, device: torch.device) -> _Compiled:
-    """The shapes of a model alone: no weight is read, no memory of a device is taken."""
+    """The shapes of a model alone: no weight is read, no memory of a device is taken. Then the kernels that its runners launch."""
     config = SHAPES[job.target] if job.target in SHAPES else model_config(job.target)
     module = empty_model(config, resolve_dtype(job.dtype, device), "meta")
     example = torch_compat.without_memory(module, example_inputs(torch.device("cpu")), device)
     start = time.perf_counter()
-    _, report = compile_example(module, example, job.maximum or assembly.token_budget(device), Counters())
-    yield job.label, report, time.perf_counter() - start
+    budget = job.maximum or assembly.token_budget(device)
+    compiled, report = compile_example(module, example, budget, Counters())
+    settings: dict[str, Any] = {"max_num_tokens": budget, "max_model_len": config.max_position_embeddings, "graphs": "full_and_piecewise"}
+    runners = [RunnerConfig(max_num_requests=count, **settings) for count in job.requests]
+    major, minor = torch.cuda.get_device_capability(device)
+    kernels = build_kernels(module, compiled, runners, 10 * major + minor, threads=job.threads)
+    yield job.label, report, kernels, time.perf_counter() - start
 
 
 def _module(job: Job, device: torch.device) -> _Compiled:
@@ -74,10 +83,10 @@ def _module(job: Job, device: torch.device) -> _Compiled:
         start = time.perf_counter()
         with torch.no_grad():
             variant, _ = entry.prepare_call(*args, **kwargs)
-        yield what, variant.report, time.perf_counter() - start
+        yield what, variant.report, _NO_KERNELS, time.perf_counter() - start
 
 
-def _result(job: Job, what: str, report: CompileReport, seconds: float) -> dict[str, Any]:
+def _result(job: Job, what: str, report: CompileReport, kernels: _Kernels, seconds: float) -> dict[str, Any]:
     return {
         "job": what,
         "place": job.place,
@@ -87,6 +96,8 @@ def _result(job: Job, what: str, report: CompileReport, seconds: float) -> dict[
         "pieces": report.pieces,
         "unique_pieces": report.unique_pieces,
         "hit_pieces": report.unique_pieces if report.cache == "hit" else report.hit_pieces,
+        "kernels": sum(kernels),
+        "hit_kernels": kernels[1],
         "seconds": seconds,
         "saved_seconds": report.saved_seconds,
     }

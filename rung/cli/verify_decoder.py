@@ -44,7 +44,7 @@ class DecoderVerify:
         assert isinstance(self.runner.forward, GraphForward)
         self._forward = self.runner.forward
         self._eager = EagerForward(decoder.module)
-        self._tolerance = TOLERANCES.get(self.runner.dtype, 1e-4) if tolerance is None else tolerance
+        self._tolerance = TOLERANCES.get(next(decoder.module.parameters()).dtype, 1e-4) if tolerance is None else tolerance
 
     @torch.no_grad()
     def run(self, size: int) -> Iterator[Check]:

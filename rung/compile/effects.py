@@ -43,11 +43,13 @@ def net_effects(objects: Mapping[str, Any]) -> Iterator[list[str]]:
     set and reset again, as a context variable around a call, leaves nothing to repeat."""
     before = {name: _surface(value) for name, value in objects.items()}
     changed: list[str] = []
-    yield changed
-    for name, value in objects.items():
-        if not _unchanged((None, before[name]), (None, _surface(value))):
-            changed.append(name)
-            _put_back((value.__dict__ if _contents(value) is None else value, before[name]))
+    try:
+        yield changed
+    finally:
+        for name, value in objects.items():
+            if not _unchanged((None, before[name]), (None, _surface(value))):
+                changed.append(name)
+                _put_back((value.__dict__ if _contents(value) is None else value, before[name]))
 
 
 def _surface(value: Any) -> Any:

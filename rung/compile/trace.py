@@ -212,7 +212,7 @@ def _record_template(
     changed_objects = {source: roots.find(source) for source in capture.side_effects}
     if any(found is None and "self" not in source for source, found in changed_objects.items()):
         raise _side_effect_error(function, capture.side_effects)
-    with refuse_side_effects(owner, _name(function)), net_effects(changed_objects) as changed, torch.no_grad():
+    with net_effects(changed_objects) as changed, refuse_side_effects(owner, _name(function)), torch.no_grad():
         call = capture.replay(lambda *_: list(markers))
         try:
             sample = call(*((owner,) if owner is not None else ()), *args, **kwargs)

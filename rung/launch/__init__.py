@@ -7,6 +7,7 @@
 from rung.launch.driver import CudaDriver, Driver, LaunchAttributes
 from rung.launch.image import KernelImage, Parameter, Scratch
 from rung.launch.kernel import LoadedKernel, PreboundKernel, torch_scratch
+from rung.launch.rehearsal import Rehearsal, current_rehearsal, rehearse_launches
 from rung.launch.triton_export import export_triton
 from rung.launch.triton_launcher import TritonLauncher, launch_road, watched_launches
 
@@ -18,10 +19,13 @@ __all__ = [
     "LoadedKernel",
     "Parameter",
     "PreboundKernel",
+    "Rehearsal",
     "Scratch",
     "TritonLauncher",
+    "current_rehearsal",
     "export_triton",
     "launch_road",
+    "rehearse_launches",
     "torch_scratch",
     "watched_launches",
 ]

@@ -27,13 +27,29 @@ class Specialisation:
     constants: Mapping[str, Any]  # constexprs, and integers that are 1
     divisible_by_16: tuple[str, ...]
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for specialisations that take one image."""
+        return tuple(self.kinds.items()), tuple((name, repr(value)) for name, value in self.constants.items()), self.divisible_by_16
 
-def specialise(parameters: Sequence[TritonParameter], values: Sequence[Any], constants: Mapping[str, Any]) -> Specialisation:
-    """The specialisation of a call; `values` are those of the parameters that are no constexprs, in order."""
+
+def _data_ptr(tensor: Any) -> int:
+    return int(tensor.data_ptr())
+
+
+def specialise(
+    parameters: Sequence[TritonParameter],
+    values: Sequence[Any],
+    constants: Mapping[str, Any],
+    *,
+    address: Callable[[Any], int] = _data_ptr,
+) -> Specialisation:
+    """The specialisation of a call; `values` are those of the parameters that are no constexprs, in order. `address` says where a tensor
+    lies, as far as its alignment counts."""
     kinds: dict[str, str] = {}
     fixed, divisible = dict(constants), []
     for parameter, value in zip([p for p in parameters if not p.constexpr], values, strict=True):
-        kind, number = _kind(parameter, value)
+        kind, number = _kind(parameter, value, address)
         if parameter.by_value and kind in ("i32", "i64") and value == 1:
             fixed[parameter.name] = 1
             continue
@@ -43,7 +59,7 @@ def specialise(parameters: Sequence[TritonParameter], values: Sequence[Any], con
     return Specialisation(kinds, fixed, tuple(divisible))
 
 
-def _kind(parameter: TritonParameter, value: Any) -> tuple[str, int | None]:
+def _kind(parameter: TritonParameter, value: Any, address: Callable[[Any], int]) -> tuple[str, int | None]:
     """The kind of a value, and the number whose divisibility counts."""
     if isinstance(value, bool):
         return "u1", None
@@ -56,7 +72,7 @@ def _kind(parameter: TritonParameter, value: Any) -> tuple[str, int | None]:
     if isinstance(value, float):
         return "fp32", None
     if hasattr(value, "data_ptr"):
-        return kind_of_pointer(value.dtype), value.data_ptr()
+        return kind_of_pointer(value.dtype), address(value)
     raise KernelArgumentError(
         f"{parameter.name} must be a tensor or a number, got {type(value).__name__}", hint="pass a tensor, an int or a float"
     )

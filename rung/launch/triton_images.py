@@ -56,6 +56,13 @@ class TritonImages:
 
     def image(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> KernelImage:
         """The image for a specialisation. Raises `KernelExportError` when it does not compile."""
+        image, compiled = self.find_or_compile(specialisation, options, capability)
+        self.compiles += compiled
+        self.store_hits += not compiled
+        return image
+
+    def find_or_compile(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> tuple[KernelImage, bool]:
+        """As `image`, and whether it was compiled. Counts nothing; any number of threads may call."""
         factors = {
             **self._factors,
             "capability": capability,
@@ -67,8 +74,7 @@ class TritonImages:
         key = key_of(factors)
         found: KernelImage | None = self._read(lambda: self._stored(key))
         if found is not None:
-            self.store_hits += 1
-            return found
+            return found, False
         if self.store.require_hit:
             why = self.store.explain_miss(_IMAGES, factors, title=self.title)
             raise CacheMissError(f"kernel {self.title} would have to be compiled: {why}", hint="build it with `rung precompile`")
@@ -81,10 +87,9 @@ class TritonImages:
             options=options,
             capability=capability,
         )
-        self.compiles += 1
         seconds = {"compile": time.perf_counter() - start}
         self._write(lambda: self._keep(key, factors, image, seconds))
-        return image
+        return image, True
 
     def kernel(self) -> Any:
         """The `@triton.jit` function itself; imports Triton."""

@@ -15,7 +15,8 @@ from rung.launch.grid import checked_grid
 from rung.launch.image import GLOBAL_SCRATCH, PROFILE_SCRATCH, KernelImage, Parameter
 from rung.launch.kernel import LoadedKernel, launch_attributes
 from rung.launch.packing import ParameterBuffer
-from rung.launch.specialise import generate_run, specialise
+from rung.launch.rehearsal import current_rehearsal
+from rung.launch.specialise import OPTIONS, generate_run, specialise
 from rung.launch.triton_images import TritonImages
 from rung.torch_compat import TritonParameter, triton_interpreted, why_no_triton_export
 
@@ -77,11 +78,21 @@ class TritonLauncher:
         return self._driver or CudaDriver()
 
     def _first_run(self, grid: tuple[int, int, int], *values: Any, **named: Any) -> None:
-        """Choose the road, and become it."""
+        """Choose the road, and become it; in a rehearsal no road is taken."""
+        rehearsal = current_rehearsal.get()
+        if rehearsal is not None:
+            if all(grid):
+                rehearsal.launch(self, values, named)
+            return
         with self._lock:
             if self.run == self._first_run:
                 self.run = self._prebound(values) if self.road == "prebound" else self._through_triton()
         self.run(grid, *values, **named)
+
+    def constants_and_options(self, named: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a call gives by name, told apart and in the order in which `generate_run` does it."""
+        constants = {p.name: named[p.name] for p in self.parameters if p.constexpr}
+        return constants, {name: named.get(name, default) for name, default in OPTIONS.items()}
 
     def _through_triton(self) -> Callable[..., None]:
         kernel = self.images.kernel()
@@ -126,13 +137,7 @@ class TritonLauncher:
             raise KernelArgumentError(f"{self.name}: tensors lie on {places}", hint="all tensors of a launch lie on one CUDA device")
         (ordinal,) = ordinals
         specialisation = specialise(self.parameters, values, constants)
-        identity = (
-            ordinal,
-            tuple(specialisation.kinds.items()),
-            tuple((name, repr(value)) for name, value in specialisation.constants.items()),
-            specialisation.divisible_by_16,
-            tuple(options.items()),
-        )
+        identity = (ordinal, specialisation.identity, tuple(options.items()))
         if identity not in self._by_image:
             image = self.images.image(specialisation, options, self.driver.capability(ordinal))
             arguments = [p.name for p in self.parameters if not p.constexpr]

@@ -2,6 +2,7 @@
 
 from rung.models.build import read_config
 from rung.models.config import ARCHITECTURES, LlamaConfig
+from rung.models.fp8 import FP8Linear, quantize_fp8
 from rung.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from rung.models.llama import LlamaForCausalLM
 from rung.models.load import LoadedModel, load_model, resolve_path
@@ -13,6 +14,7 @@ __all__ = [
     "ARCHITECTURES",
     "SHAPES",
     "Detokenizer",
+    "FP8Linear",
     "Gemma3Config",
     "Gemma3ForCausalLM",
     "LlamaConfig",
@@ -21,6 +23,7 @@ __all__ = [
     "Tokenizer",
     "find_quickstart",
     "load_model",
+    "quantize_fp8",
     "random_model",
     "read_config",
     "resolve_path",

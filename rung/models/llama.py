@@ -13,6 +13,7 @@ from torch import nn
 
 from rung.attention import Attention, AttentionSpec, Rotation
 from rung.models.config import LlamaConfig
+from rung.models.fp8 import FP8Linear
 from rung.models.rope import RotaryEmbedding
 from rung.passes import ir as _ir  # noqa: F401  registers torch.ops.rung.rms_norm and others
 
@@ -131,7 +132,9 @@ class LlamaForCausalLM(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(self.layer_type(config, layer) for layer in range(config.num_layers))
         self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: Linear | FP8Linear | None = (
+            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
         self.to(dtype)
         self.rotary = RotaryEmbedding(config.head_size, config.max_position_embeddings, config.rope_theta, config.rope_scaling, dtype)
 
@@ -146,6 +149,9 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size], in the model's dtype."""
+        if isinstance(self.lm_head, FP8Linear):
+            quantised: torch.Tensor = self.lm_head(hidden)
+            return quantised
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         logits: torch.Tensor = torch.ops.rung.linear(hidden, head.weight, None, "")
         return logits

@@ -6,7 +6,7 @@ from rung.config import CompileConfig
 from rung.errors import PassError
 from rung.passes.cleanup import DeadCode, NoopElimination
 from rung.passes.extension import load_pass
-from rung.passes.fusion import Projections, ResidualAdd, act_mul, add_norm, qk_norm_rope, rms_norm
+from rung.passes.fusion import Projections, ResidualAdd, act_mul, act_quant, add_norm, norm_quant, qk_norm_rope, rms_norm
 from rung.passes.manager import GraphPass, PassManager
 
 
@@ -15,7 +15,7 @@ def _recognising() -> list[GraphPass]:
 
 
 def _joining() -> list[GraphPass]:
-    return [qk_norm_rope(), Projections(), add_norm()]
+    return [qk_norm_rope(), Projections(), norm_quant(), act_quant(), add_norm()]
 
 
 def _late() -> list[GraphPass]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from rung.passes.ir import RMS_NORM, IROp, define_ir_op
+from rung.passes.ir import FP8_QUANT_GROUP, FP8_QUANT_PER_TOKEN, FP8_QUANT_STATIC, GELU_AND_MUL, RMS_NORM, SILU_AND_MUL, IROp, define_ir_op
 
 
 def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,4 +54,38 @@ QK_NORM_ROPE = define_ir_op(
     _qk_norm_rope,
 )
 
-FUSED_OPS: tuple[IROp, ...] = (FUSED_ADD_RMS_NORM, SILU_MUL, GELU_MUL, QK_NORM_ROPE)
+
+def _quantised(op: IROp, arguments: str, count: int) -> dict[str, IROp]:
+    """`op`, whose arguments these are, and each quantisation of its result as one op: by kind of the quantisation."""
+    kinds = {
+        "token": (FP8_QUANT_PER_TOKEN, "", "(Tensor, Tensor)"),
+        "static": (FP8_QUANT_STATIC, ", Tensor scale", "Tensor"),
+        "group": (FP8_QUANT_GROUP, ", int group", "(Tensor, Tensor)"),
+    }
+
+    def body(quantise: IROp) -> Callable[..., Any]:
+        return lambda *args: quantise.body(op.body(*args[:count]), *args[count:])
+
+    return {
+        kind: define_ir_op(f"{op.name}_quant_{kind}({arguments}{more}) -> {result}", body(quantise))
+        for kind, (quantise, more, result) in kinds.items()
+    }
+
+
+RMS_NORM_QUANT = _quantised(RMS_NORM, "Tensor x, Tensor weight, float epsilon", 3)
+ACT_QUANT: dict[tuple[str, str], IROp] = {
+    (op.name, kind): made
+    for op, arguments, count in (
+        (SILU_AND_MUL, "Tensor x", 1),
+        (GELU_AND_MUL, "Tensor x", 1),
+        (SILU_MUL, "Tensor gate, Tensor up", 2),
+        (GELU_MUL, "Tensor gate, Tensor up", 2),
+    )
+    for kind, made in _quantised(op, arguments, count).items()
+}
+
+FUSED_OPS: tuple[IROp, ...] = (
+    *(FUSED_ADD_RMS_NORM, SILU_MUL, GELU_MUL, QK_NORM_ROPE),
+    *RMS_NORM_QUANT.values(),
+    *ACT_QUANT.values(),
+)

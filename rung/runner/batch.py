@@ -104,10 +104,13 @@ class BatchBuilder:
         return replace(batch, seq_lens=self._slots.num_computed_tokens_np[batch.idx_mapping] + batch.query_lens)
 
 
-def dummy_batch(query_lens: npt.NDArray[np.int32], *, decode: bool = False) -> Batch:
-    """A batch that belongs to no request: it reads no slot, writes no KV cache and advances nothing."""
+def dummy_batch(query_lens: npt.NDArray[np.int32], *, decode: bool = False, max_seq_len: int = 0) -> Batch:
+    """A batch that belongs to no request: it reads no slot, writes no KV cache and advances nothing. `max_seq_len` is the bound that the
+    host has of its lengths, for launches that depend on it."""
     ids = tuple(f"dummy-{i}" for i in range(len(query_lens)))
-    return _batch(ids, np.full(len(query_lens), -1, np.int64), query_lens, np.zeros_like(query_lens), not decode, decode)
+    computed = np.zeros_like(query_lens)
+    computed[0] = max(0, max_seq_len - int(query_lens[0]))
+    return _batch(ids, np.full(len(query_lens), -1, np.int64), query_lens, computed, not decode, decode)
 
 
 def dummy_query_lens(num_tokens: int, num_requests: int, max_model_len: int) -> npt.NDArray[np.int32]:

@@ -19,7 +19,7 @@ from rung.compile.report import CompileReport
 from rung.config import CompileConfig
 from rung.counters import Counters
 from rung.errors import ConfigError
-from rung.graphs import CaptureReport, ConfiguredMode, make_backend, plan_descriptors, resolve_mode
+from rung.graphs import CaptureReport, ConfiguredMode, Descriptor, make_backend, plan_descriptors, resolve_mode
 from rung.graphs.capture import has_host_breaks
 from rung.graphs.guard import Addresses, module_tensors
 from rung.graphs.memory_budget import Steps
@@ -29,12 +29,13 @@ from rung.runner.engine import Engine
 from rung.runner.executor import InProcessExecutor
 from rung.runner.forward import EagerForward, Forward
 from rung.runner.graph_forward import DIM, GraphForward
-from rung.runner.kv_cache import num_kv_blocks
+from rung.runner.kv_cache import cache_dtype, num_kv_blocks
 from rung.runner.kv_groups import kv_groups
 from rung.runner.memory_plan import MemoryPlan
 from rung.runner.model_runner import ModelRunner
 from rung.runner.ops import default_ops
 from rung.runner.profile import PROFILE_BLOCKS, needs_profile, profile_memory
+from rung.runner.rehearsal import rehearse
 from rung.runner.scheduler import Scheduler
 from rung.runner.step_trace import capture_ladder, open_step_trace, recorded_steps
 from rung.runner.text import Tokenizer
@@ -90,7 +91,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
         raise ConfigError("graphs need a compiled model, and eager=True asks for none", hint='use graphs="none", or eager=False')
     with start.phase("allocate"):
         ops, start.step_ops = default_ops(device)
-        groups = kv_groups(attention_layers(module), config, dtype)
+        groups = kv_groups(attention_layers(module), config, cache_dtype(config, dtype))
         profiled = needs_profile(config, groups, device)
         runner = ModelRunner(
             module,
@@ -103,6 +104,8 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
             num_blocks=PROFILE_BLOCKS if profiled else None,
             vocab_size=getattr(getattr(module, "config", None), "vocab_size", None),
         )
+    with start.phase("load kernels"):
+        rehearse(runner, call)
     if profiled:
         with start.phase("profile"):
             start.memory = profile_memory(runner, call)
@@ -165,17 +168,10 @@ def _graph_forward(
     steps: Steps | None,
 ) -> GraphForward:
     mode = ConfiguredMode(config.graphs)
-    descriptors = plan_descriptors(
-        capture_ladder(config),
-        mode,
-        max_num_requests=config.max_num_requests,
-        uniform_query_lens=config.decode_query_lens,
-        capture_support=support,
-    )
     return GraphForward(
         compiled,
         make_backend(device),
-        descriptors,
+        planned_descriptors(config, support),
         config,
         vocab_size=module.config.vocab_size,
         device=device,
@@ -184,6 +180,18 @@ def _graph_forward(
         counters=counters,
         steps=steps,
     )
+
+
+def planned_descriptors(config: RunnerConfig, support: CaptureSupport) -> tuple[Descriptor, ...]:
+    """What graphs are captured for, with attention that can be captured so far."""
+    found = plan_descriptors(
+        capture_ladder(config),
+        ConfiguredMode(config.graphs),
+        max_num_requests=config.max_num_requests,
+        uniform_query_lens=config.decode_query_lens,
+        capture_support=support,
+    )
+    return tuple(found)
 
 
 def _addresses(compiled: CompiledFunction, module: nn.Module, config: RunnerConfig) -> Addresses:
@@ -195,7 +203,8 @@ def _addresses(compiled: CompiledFunction, module: nn.Module, config: RunnerConf
 
 def _choose_attention(module: nn.Module, config: RunnerConfig, dtype: torch.dtype, device: torch.device) -> _Attention:
     specs = dict.fromkeys(layer.spec for layer in attention_layers(module).values())
-    chosen = {spec: select_backend(spec, dtype, device, config.block_size, config.attention_backend) for spec in specs}
+    fp8 = config.kv_cache_dtype == "fp8"
+    chosen = {spec: select_backend(spec, dtype, device, config.block_size, config.attention_backend, fp8_cache=fp8) for spec in specs}
     if not chosen:
         raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
     return _Attention(

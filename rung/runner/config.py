@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from rung.config import AddressPolicy
 from rung.errors import ConfigError
 
+KVCacheDtype = Literal["auto", "fp8"]
 Mode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
 
 
@@ -22,6 +23,7 @@ class RunnerConfig:
     block_size: int = 16  # tokens of a KV-cache block
     num_blocks: int | None = None  # KV-cache blocks, the null block included
     kv_cache_bytes: int | None = None  # budget for the KV cache of all layers
+    kv_cache_dtype: KVCacheDtype = "auto"  # that of the model; "fp8": e4m3, scaled as the layers say (`Attention.key_scale`, `value_scale`)
     memory_fraction: float = 0.9  # part of the device's memory that may be filled: weights, activations, graphs and KV cache
     prefix_cache: bool = True  # requests start behind the tokens whose blocks an earlier request with the same beginning has left
     long_prefill_chunk: int | None = None  # at most this many prompt tokens of one request in a step; None: the whole budget
@@ -47,6 +49,8 @@ class RunnerConfig:
     def __post_init__(self) -> None:
         if self.graphs not in get_args(Mode):
             raise ConfigError(f"graphs must be one of {', '.join(get_args(Mode))}; got {self.graphs!r}", hint="use 'none' if unsure")
+        if self.kv_cache_dtype not in get_args(KVCacheDtype):
+            raise ConfigError(f"kv_cache_dtype must be 'auto' or 'fp8'; got {self.kv_cache_dtype!r}", hint="use 'auto' if unsure")
         if self.on_address_change not in get_args(AddressPolicy):
             raise ConfigError(
                 f"on_address_change must be one of {', '.join(get_args(AddressPolicy))}; got {self.on_address_change!r}",

@@ -14,6 +14,11 @@ from rung.runner.kv_groups import KVGroup, blocks_in, blocks_per_request, cache_
 from rung.runner.memory_plan import MemoryPlan
 
 
+def cache_dtype(config: RunnerConfig, dtype: torch.dtype) -> torch.dtype:
+    """The element type of keys and values of a model in `dtype`."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+
+
 def num_kv_blocks(config: RunnerConfig, groups: Sequence[KVGroup], device: torch.device, plan: MemoryPlan | None = None) -> int:
     """Blocks of the group whose requests own most (see `group_blocks`) that the configured budget holds. `plan` tells what the memory
     fraction leaves; without one that is taken of what is free now. Raises `KVCacheTooSmallError` when a request of `max_model_len` would
@@ -55,7 +60,12 @@ def allocate_kv_caches(
 
     counts = group_blocks(config, windows_of(groups), num_blocks)
     count_of = {name: count for group, count in zip(groups, counts, strict=True) for name in group.layers}
-    return {name: KVCache(storage(layer, count_of[name]), storage(layer, count_of[name])) for name, layer in layers.items()}
+
+    def cache(layer: Attention, count: int) -> KVCache:
+        scales = (layer.key_scale, layer.value_scale) if dtype == torch.float8_e4m3fn else (1.0, 1.0)
+        return KVCache(storage(layer, count), storage(layer, count), *scales)
+
+    return {name: cache(layer, count_of[name]) for name, layer in layers.items()}
 
 
 def free_bytes(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,7 +24,7 @@ from rung.runner.forward import EagerForward, Forward
 from rung.runner.grammar import GrammarMask
 from rung.runner.hooks import StepHooks
 from rung.runner.inputs import InputBuffers, InputBuilder
-from rung.runner.kv_cache import allocate_kv_caches, num_kv_blocks
+from rung.runner.kv_cache import allocate_kv_caches, cache_dtype, num_kv_blocks
 from rung.runner.kv_groups import kv_groups, windows_of
 from rung.runner.metadata import build_metadata
 from rung.runner.ops import StepOps, default_ops
@@ -69,26 +70,28 @@ class ModelRunner:
         trace: StepTrace | None = None,
         num_blocks: int | None = None,
         vocab_size: int | None = None,
+        transfer: HostToDevice | None = None,
     ) -> None:
         first = next(module.parameters())
         self.module = module
         self.config = config
         self.device = torch.device(device) if device is not None else first.device
         self.dtype = dtype or first.dtype
+        self.cache_dtype = cache_dtype(config, self.dtype)
         self.counters = Counters() if counters is None else counters
         self.forward = forward or EagerForward(module, self.counters)
         self.layers = attention_layers(module)
         if not self.layers:
             raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
         self._backend = backend
-        self.kv_groups = kv_groups(self.layers, config, self.dtype)
+        self.kv_groups = kv_groups(self.layers, config, self.cache_dtype)
         if num_blocks is None:
             num_blocks = num_kv_blocks(config, self.kv_groups, self.device)
         self.kv_caches: dict[str, KVCache] = {}
         self.allocate_kv_cache(num_blocks)
 
         self.ops = ops = ops or default_ops(self.device)[0]
-        transfer = HostToDevice(self.device, self.counters)
+        transfer = transfer or HostToDevice(self.device, self.counters)
         self.slots = RequestSlots(config.max_num_requests, config.max_model_len, transfer, ops)
         self.block_tables = tuple(
             BlockTable(config.max_num_requests, config.max_blocks_per_request, config.max_num_tokens, config.block_size, transfer, ops)
@@ -111,13 +114,12 @@ class ModelRunner:
             self.forward.bind_decode(self.decode)
         self._batches = BatchBuilder(self.slots)
         self._fitting: npt.NDArray[np.int64] | None = None  # slots of the last batch that a decode graph could sample
-        self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows, self._group_blocks, vocab_size)
+        self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows, vocab_size)
         self.forward.watch(self.static_tensors)
         self.hooks = StepHooks()
         self._parked: ParkedStep | None = None
         self._plan = StepPlan()  # of the parked step
         self._trace = trace
-        self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Replace the KV cache by one of `num_blocks` blocks (as `kv_groups.group_blocks` counts them). No request may run, and no graph
@@ -126,11 +128,12 @@ class ModelRunner:
             layer.kv_cache = None  # the old one is freed first
         self.kv_caches = {}
         self.num_blocks = num_blocks
-        self.kv_caches = allocate_kv_caches(self.layers, self.kv_groups, num_blocks, self.config, self.dtype, self.device)
+        self.kv_caches = allocate_kv_caches(self.layers, self.kv_groups, num_blocks, self.config, self.cache_dtype, self.device)
         self._bind_layers(self._backend)
 
-    def _group_blocks(self) -> list[int]:
-        return [self.kv_caches[group.layers[0]].key.shape[0] for group in self.kv_groups]
+    @functools.cached_property
+    def _copy_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -155,7 +158,7 @@ class ModelRunner:
         self._check_bound()
         changes = changes_slots(plan)
         repeated = None if changes else self._batches.repeated(plan)
-        self._checker.check(plan, repeated)
+        self._checker.check(plan, [self.kv_caches[group.layers[0]].key.shape[0] for group in self.kv_groups], repeated)
         try:
             if changes:
                 self._inputs.forget()

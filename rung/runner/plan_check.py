@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,18 +28,17 @@ class PlanChecker:
         slots: RequestSlots,
         tables: Sequence[BlockTable],
         windows: Sequence[int | None],
-        num_blocks: Callable[[], Sequence[int]],  # of the cache of each group
         vocab_size: int | None = None,
     ) -> None:
         self._config = config
-        self._num_blocks = num_blocks
         self._vocab_size = vocab_size
         self._slots = slots
         self._tables = tables
         self._windows = windows
 
-    def check(self, plan: StepPlan, repeated: Batch | None = None) -> None:
-        """`repeated`: the plan's decodes, when they are those of the last batch and its slots stay as they are; saves looking them up."""
+    def check(self, plan: StepPlan, num_blocks: Sequence[int], repeated: Batch | None = None) -> None:
+        """`num_blocks`: of the cache of each group. `repeated`: the plan's decodes, when they are those of the last batch and its slots
+        stay as they are; saves looking them up."""
         slots = self._slots
         leaving = plan.finished_request_ids | plan.preempted_request_ids
         for request_id in leaving:
@@ -62,7 +61,7 @@ class PlanChecker:
             self._check_scheduled(plan, new, cached, leaving)
         else:
             self._check_running(repeated.request_ids, repeated.idx_mapping, repeated.query_lens, plan)
-        check_blocks(plan, slots, self._tables, self._windows, self._num_blocks())
+        check_blocks(plan, slots, self._tables, self._windows, num_blocks)
 
     def _check_new(self, request: NewRequest, leaving: frozenset[str]) -> None:
         name, length = request.request_id, len(request.token_ids)

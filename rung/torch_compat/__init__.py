@@ -46,10 +46,12 @@ from rung.torch_compat.inductor import (
     serialize_artifact,
 )
 from rung.torch_compat.keys import device_factors, toolchain_factors
+from rung.torch_compat.memoryless import fake_mode_of, memoryless
 from rung.torch_compat.passes import PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
 from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
 from rung.torch_compat.profiling import profiling
+from rung.torch_compat.scaled_mm import scaled_mm
 from rung.torch_compat.sizes import (
     bounding_constant,
     evaluate_size,
@@ -74,6 +76,7 @@ from rung.torch_compat.triton_compile import (
 from rung.torch_compat.user_code import is_user_file, place
 
 __all__ = [
+    "scaled_mm",
     "Capture",
     "CompiledTriton",
     "DynamoGuard",
@@ -97,6 +100,7 @@ __all__ = [
     "device_factors",
     "end_allocation_to_pool",
     "evaluate_size",
+    "fake_mode_of",
     "free_symbols",
     "function_modes",
     "generator_key",
@@ -119,6 +123,7 @@ __all__ = [
     "may_return_view",
     "no_dispatch_modes",
     "mark_unbacked",
+    "memoryless",
     "missing_apis",
     "needs_size_asserts",
     "node_location",

@@ -45,9 +45,9 @@ def test_the_first_layer_makes_what_the_step_shares() -> None:
     assert metadata.once_a_step("another", layers[1], make) is made[2]
 
 
-def test_heads_above_64_decode_through_the_library() -> None:
-    reason = FlashTriton.why_not(SPEC, torch.bfloat16, torch.device("cuda"), 16)
-    assert reason == "FlashAttention-3 decodes heads of 128 itself"
+def test_heads_above_128_decode_through_the_library() -> None:
+    spec = replace(SPEC, head_size=256)
+    assert FlashTriton.why_not(spec, torch.bfloat16, torch.device("cuda"), 16) == "FlashAttention-3 decodes heads of 256 itself"
 
 
 @pytest.mark.parametrize(("lengths", "road"), [([(1, 3), (1, 0)], "triton"), ([(1, 3), (2, 0)], "flash")])

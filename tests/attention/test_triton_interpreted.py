@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KERNEL_TESTS = ("tests/attention/test_triton_paged.py", "tests/attention/test_triton_rotary.py")
+KERNEL_TESTS = ("tests/attention/test_triton_paged.py", "tests/attention/test_triton_rotary.py", "tests/attention/test_fp8_cache.py")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

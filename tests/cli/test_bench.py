@@ -122,3 +122,15 @@ def _last_error(result: Result) -> str:
     assert "Traceback" not in result.output
     assert result.stderr.splitlines()[-1].startswith("hint: ")
     return result.stderr.splitlines()[-2]
+
+
+@pytest.mark.slow
+def test_quantised_model_is_timed(rung: Rung) -> None:
+    fp8 = ("--quantize", "fp8", "--kv-cache-dtype", "fp8")
+    found = rows(rung("bench", "tiny", "--sizes", 2, "--modes", "eager", "--context", 8, *fp8, *QUICK, "--json"))
+    assert set(found) == {(2, "eager")}
+
+
+def test_quantising_a_module_target_is_refused(rung: Rung) -> None:
+    message = refused(rung("bench", "tests.cli.targets:Scale", *ROWS, "--quantize", "fp8", *QUICK))
+    assert "are for models" in message

@@ -194,3 +194,15 @@ def test_smollm2_answers_three_prompts_together(rung: Rung) -> None:
     assert report["steps"]["full.best"] > 5
     assert any(name.startswith("piecewise.") for name in report["steps"])
     assert not any(name.startswith("none.") for name in report["steps"])
+
+
+def test_quantised_model_with_an_fp8_cache(rung: Rung, model_folder: Path) -> None:
+    report = answers(
+        rung("generate", model_folder, "hello", *SHORT, "--mode", "eager", "--quantize", "fp8", "--kv-cache-dtype", "fp8", "--json")
+    )
+    assert len(report["completions"][0]["token_ids"]) == 6
+
+
+def test_layers_that_cannot_be_quantised_are_named(rung: Rung, model_folder: Path) -> None:
+    message = refused(rung("generate", model_folder, "hello", "--quantize", "fp8-group128"))
+    assert "layers.0.attention.qkv_proj: in_features must be a multiple of 128 for 'group128', got 32" in message

@@ -102,7 +102,6 @@ MIXED: dict[str, tuple[Function, str]] = {
 }
 
 UNKNOWN: dict[str, tuple[Function, str]] = {
-    "mask": (lambda x: x[x > 0], "getitem"),
     "random": (lambda x: x + torch.rand_like(x), "rand_like"),
     "dropout": (lambda x: F.dropout(x, 0.5, training=True), "dropout"),
     "custom op": (double, "double"),

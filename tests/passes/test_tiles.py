@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rung.passes.kernels.tiles import most_rows, tiles_for
+from rung.passes.kernels.tiles import most_rows, row_cases, tiles_for
 
 SHAPES = [(6144, 4096, ""), (4096, 4096, ""), (14336, 4096, "silu"), (4096, 14336, ""), (128256, 4096, "")]
 SHAPES += [(960, 576, ""), (576, 576, ""), (1536, 576, "silu"), (576, 1536, ""), (49152, 576, ""), (53248, 16384, "silu"), (7, 33, "gelu")]
@@ -27,3 +27,14 @@ def test_without_programmatic_launches_nothing_is_fetched_ahead() -> None:
     tiles = tiles_for(8, 4096, 4096, programmatic=False)
     assert tiles is not None
     assert tiles.prefetch == -1
+
+
+@pytest.mark.parametrize("maximum", [1, 20, 2048])
+@pytest.mark.parametrize("splittable", [False, True])
+def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool) -> None:
+    cases = row_cases(maximum)
+    assert max(cases) == maximum
+    assert len(cases) <= 6
+    for n, k, activation in SHAPES:
+        taken = {tiles_for(rows, n, k, activation=activation, splittable=splittable) for rows in cases}
+        assert {tiles_for(rows, n, k, activation=activation, splittable=splittable) for rows in range(1, maximum + 1)} == taken

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,6 +31,20 @@ def test_random_arrivals_with_chunked_prompts_equal_the_model_without_cache() ->
     assert done == {name: model.greedy(prompts[name], counts[name]) for name in prompts}
     assert max(model.calls) == 16
     assert_nothing_left(engine, runner)
+
+
+def test_an_engine_that_goes_lets_its_runner_go_at_once() -> None:
+    """Not at the next garbage collection: the KV cache hangs on it."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine, runner = make_engine(TinyModel())
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+        alive = weakref.ref(runner)
+        del engine, runner
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])

@@ -59,6 +59,10 @@ def _why_not_here(spec: AttentionSpec, dtype: torch.dtype, device: torch.device,
 class _FlashAttention(AttentionBackend):
     """What the versions share: the rotation and KV write, the windows, and zeroing the rows that the libraries leave alone."""
 
+    @classmethod
+    def why_not_fp8_cache(cls, device: torch.device) -> str | None:
+        return "FlashAttention reads an e4m3 cache only with e4m3 queries"
+
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write = write_kv_torch if why_no_triton(key.device) else write_kv_triton
         write(key, value, cache, slot_mapping)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
 from rung.attention.backends.flash_attn import FlashAttention3
 from rung.attention.backends.triton_paged import TritonPaged
-from rung.attention.base import AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
+from rung.attention.base import AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
 
 _LARGEST_HEAD = 128  # up to here Triton decoded as fast or faster at every size measured, docs/performance.md
 
@@ -26,9 +28,16 @@ class FlashTriton(TritonPaged):
         reasons = (backend.why_not(spec, dtype, device, block_size) for backend in (FlashAttention3, TritonPaged))
         return next((reason for reason in reasons if reason is not None), None)
 
+    @classmethod
+    def why_not_fp8_cache(cls, device: torch.device) -> str | None:
+        return FlashAttention3.why_not_fp8_cache(device)
+
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         self._prompts = FlashAttention3(spec)
+
+    def rehearsal(self, limits: BatchBounds, block_size: int, dtype: torch.dtype, device: torch.device) -> Sequence[BatchBounds]:
+        return super().rehearsal(replace(limits, max_query_len=1), block_size, dtype, device)
 
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
         decodes = metadata.max_query_len == 1

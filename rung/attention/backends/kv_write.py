@@ -22,5 +22,6 @@ def write_kv_torch(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_
     slots = slot_mapping[source].clamp(min=0)
     block, offset = slots // cache.block_size, slots % cache.block_size
     writes = valid.any()
-    for store, new in ((cache.key, key), (cache.value, value)):
-        store.index_put_((block, offset), torch.where(writes, new[source].to(store.dtype), store[0, 0]))
+    for store, new, scale in ((cache.key, key, cache.key_scale), (cache.value, value, cache.value_scale)):
+        kept = (new.float() / scale).clamp(-448.0, 448.0) if cache.is_fp8 else new
+        store.index_put_((block, offset), torch.where(writes, kept[source].to(store.dtype), store[0, 0]))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rung.attention.base import AttentionSpec
+from rung.attention.base import AttentionSpec, BatchBounds
 
 MAX_SPLITS = 64
 _KEYS_A_SPLIT = 128  # a smaller share is not worth its part of the reduce
@@ -68,6 +68,56 @@ def plan_launch(
     reach = max_seq_len if spec.sliding_window is None else min(max_seq_len, spec.sliding_window + block_q)
     splits = max(1, min(room // programs, -(-reach // _KEYS_A_SPLIT), MAX_SPLITS))
     return Launch(block_q=block_q, block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=num_stages)
+
+
+def rehearsal_batches(
+    spec: AttentionSpec, limits: BatchBounds, *, block_size: int, processors: int, element_size: int
+) -> list[BatchBounds]:
+    """Batches within `limits` that together take every kernel which a batch within them can take. Sizes are sampled: what is planned
+    changes with them by thresholds far apart (a test looks at all of them)."""
+    group = spec.num_heads // spec.num_kv_heads
+    ends = [size // group for size in (16, 32, 64)]  # query lengths up to which a program has so few rows
+    lengths = sorted(
+        {min(max(length, 1), limits.max_query_len) for end in (1, *ends) for length in (end, end + 1)} | {limits.max_query_len}
+    )
+    found: dict[tuple[object, ...], BatchBounds] = {}
+    for length in lengths:
+        for num_requests in _sampled(1, limits.num_requests):
+            least, most = length + num_requests - 1, min(length * num_requests, limits.num_tokens)
+            for num_tokens in _sampled(least, most):
+                for max_seq_len in dict.fromkeys((length, limits.max_seq_len)):
+                    bounds = BatchBounds(
+                        num_tokens=num_tokens, num_requests=num_requests, max_query_len=length, max_seq_len=max(length, max_seq_len)
+                    )
+                    flat = (0,) if max_seq_len == length > 1 else ()  # prompts from their beginning
+                    for pages in (block_size, *flat):
+                        key = kernel_of(spec, bounds, block_size=pages, processors=processors, element_size=element_size)
+                        found.setdefault((*key, bool(flat)), bounds)
+    return list(dict.fromkeys(found.values()))
+
+
+def kernel_of(spec: AttentionSpec, bounds: BatchBounds, *, block_size: int, processors: int, element_size: int) -> tuple[object, ...]:
+    """What of a launch decides which kernel it is, rather than how often it runs."""
+    launch = plan_launch(
+        spec,
+        num_tokens=bounds.num_tokens,
+        num_requests=bounds.num_requests,
+        max_query_len=bounds.max_query_len,
+        max_seq_len=bounds.max_seq_len,
+        block_size=block_size,
+        processors=processors,
+        element_size=element_size,
+    )
+    return block_size, replace(launch, splits=min(launch.splits, 2))
+
+
+def _sampled(first: int, last: int) -> list[int]:
+    """Sizes from `first` to `last`, both included, that grow by about a fifth; none when there are none."""
+    found, size = [], first
+    while size < last:
+        found.append(size)
+        size += max(1, size // 5)
+    return [*found, last] if first <= last else []
 
 
 def padded(size: int) -> int:

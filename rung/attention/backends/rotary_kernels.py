@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rung.attention.backends.triton_kernels import kept_e4m3
+
 
 @triton.jit
 def _factor(x_first, x_second, x_rest, epsilon, HEAD_SIZE: tl.constexpr):
@@ -89,6 +91,8 @@ def rotate_and_write_kernel(
     slot_mapping,  # int64 [num_tokens]
     epsilon,
     offset,  # added to the weights
+    key_factor,  # 1 / scale, where SCALED
+    value_factor,
     query_token_stride,
     query_head_stride,
     key_token_stride,
@@ -111,6 +115,7 @@ def rotate_and_write_kernel(
     REST_COLUMNS: tl.constexpr,  # elements of a head that are not rotated, rounded up to a power of two
     HEADS: tl.constexpr,  # heads a program
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,  # whether the cache is e4m3
 ):
     """One token a program in x; in y groups of HEADS query heads, then groups of HEADS KV heads. A negative slot: the rotated query is
     zero, nothing goes to the cache."""
@@ -138,6 +143,9 @@ def rotate_and_write_kernel(
             key + token * key_token_stride, key_weight, head, key_head_stride, NUM_KV_HEADS, cosine, sine, epsilon, offset,
             HEAD_SIZE, HALF, HALF_COLUMNS, REST_COLUMNS, NORM,
         )  # fmt: skip
+        if SCALED:
+            first, second = kept_e4m3(first, key_factor), kept_e4m3(second, key_factor)
+            remains = kept_e4m3(remains, key_factor)
         place = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * cache_slot_stride + head * cache_head_stride
         _store(key_cache + place, head, NUM_KV_HEADS, first, second, remains, HEAD_SIZE, HALF, HALF_COLUMNS, REST_COLUMNS)
         source = value + token * value_token_stride + head * value_head_stride
@@ -146,4 +154,7 @@ def rotate_and_write_kernel(
         first = tl.load(source + half, mask=in_half, other=0.0)
         second = tl.load(source + HALF + half, mask=in_half, other=0.0)
         remains = tl.load(source + rest, mask=(head < NUM_KV_HEADS) & (rest < HEAD_SIZE), other=0.0)
+        if SCALED:
+            first, second = kept_e4m3(first, value_factor), kept_e4m3(second, value_factor)
+            remains = kept_e4m3(remains, value_factor)
         _store(value_cache + place, head, NUM_KV_HEADS, first, second, remains, HEAD_SIZE, HALF, HALF_COLUMNS, REST_COLUMNS)

@@ -37,12 +37,12 @@ def rotate_and_write_triton(
         (num_tokens, -(-num_heads // heads) + -(-num_kv_heads // heads), 1),
         rows(query, "query"), rows(key, "key"), rows(value, "value"), rows(rotated, "rotated"), cache.key, cache.value,
         rows(cos, "cos"), rows(sin, "sin"), *(query if weight is None else rows(weight, "weight") for weight in weights), slot_mapping,
-        float(rotation.epsilon), float(rotation.offset),
+        float(rotation.epsilon), float(rotation.offset), 1.0 / cache.key_scale, 1.0 / cache.value_scale,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         rotated.stride(0), rotated.stride(1), cos.stride(0), sin.stride(0), stride[0], stride[1], stride[2],
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=cache.block_size, HALF=half,
         HALF_COLUMNS=columns, REST_COLUMNS=_power_of_two(max(1, head_size - 2 * half)), HEADS=heads, NORM=weights[0] is not None,
-        num_warps=2,
+        SCALED=cache.is_fp8, num_warps=2,
     )  # fmt: skip
 
 

@@ -31,6 +31,10 @@ class TorchReference(AttentionBackend):
             return f"{spec.num_heads} heads cannot be grouped over {spec.num_kv_heads} KV heads"
         return None
 
+    @classmethod
+    def why_not_fp8_cache(cls, device: torch.device) -> str | None:
+        return None
+
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write_kv_torch(key, value, cache, slot_mapping)
 
@@ -90,7 +94,8 @@ class TorchReference(AttentionBackend):
         for start in range(0, query.shape[0], step):
             rows = slice(start, start + step)
             table = block_table[request[rows], :blocks]  # [step, blocks]
-            self._attend_gathered(query[rows], cache.key[table].flatten(1, 2), cache.value[table].flatten(1, 2), position[rows], out[rows])
+            keys, values = (gathered.flatten(1, 2) for gathered in _read(cache, table))
+            self._attend_gathered(query[rows], keys, values, position[rows], out[rows])
 
     def _attend_gathered(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, out: torch.Tensor
@@ -115,8 +120,8 @@ class TorchReference(AttentionBackend):
         if seq_len == 0:
             return
         table = table[: -(-seq_len // cache.block_size)]
-        keys = cache.key[table].flatten(0, 1)[:seq_len].transpose(0, 1).to(query.dtype)  # [num_kv_heads, seq_len, head_size]
-        values = cache.value[table].flatten(0, 1)[:seq_len].transpose(0, 1).to(query.dtype)
+        # [num_kv_heads, seq_len, head_size]
+        keys, values = (gathered.flatten(0, 1)[:seq_len].transpose(0, 1).to(query.dtype) for gathered in _read(cache, table))
         position = torch.arange(seq_len - query_len, seq_len, device=query.device)
         visible = self._visible(position, seq_len)
         if self.spec.soft_cap is None:
@@ -145,3 +150,9 @@ class TorchReference(AttentionBackend):
     def _capped(self, scores: torch.Tensor) -> torch.Tensor:
         cap = self.spec.soft_cap
         return scores if cap is None else cap * torch.tanh(scores / cap)
+
+
+def _read(cache: KVCache, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of some blocks [..., block_size, num_kv_heads, head_size]; those of an e4m3 cache as float32."""
+    keys, values = cache.key[table], cache.value[table]
+    return (keys.float() * cache.key_scale, values.float() * cache.value_scale) if cache.is_fp8 else (keys, values)

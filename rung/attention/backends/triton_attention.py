@@ -153,7 +153,8 @@ def paged_attention_kernel(
     partial_scales,  # float32 [num_tokens, num_heads, splits], log2 of the weight of each; -inf for none
     num_tokens,
     num_requests,
-    scale,
+    scale,  # of the scores, that of the keys in it
+    value_scale,
     soft_cap,
     query_token_stride,
     query_head_stride,
@@ -244,7 +245,7 @@ def paged_attention_kernel(
     )  # fmt: skip
 
     some = total > 0.0
-    result = tl.where(some[:, None], sums / tl.where(some, total, 1.0)[:, None], 0.0)
+    result = tl.where(some[:, None], sums / tl.where(some, total, 1.0)[:, None] * value_scale, 0.0)
     if SPLIT:
         splits = tl.num_programs(2)
         place = (token * (tl.num_programs(0) * GROUP) + head) * splits + tl.program_id(2)

@@ -12,6 +12,12 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def kept_e4m3(values, factor):
+    """What an e4m3 cache keeps of values: they are float32, times `factor`, and not beyond 448."""
+    return tl.minimum(tl.maximum(values.to(tl.float32) * factor, -448.0), 448.0)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def write_kv_kernel(
     key,  # [num_tokens, NUM_KV_HEADS, HEAD_SIZE]
@@ -19,6 +25,8 @@ def write_kv_kernel(
     key_cache,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE]
     value_cache,
     slot_mapping,  # int64 [num_tokens]
+    key_factor,  # 1 / scale, where SCALED
+    value_factor,
     key_token_stride,
     key_head_stride,
     value_token_stride,
@@ -26,6 +34,7 @@ def write_kv_kernel(
     cache_block_stride,
     cache_slot_stride,
     cache_head_stride,
+    SCALED: tl.constexpr,  # whether the cache is e4m3
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -43,6 +52,9 @@ def write_kv_kernel(
     target = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * cache_slot_stride + head * cache_head_stride + column
     new_key = tl.load(key + token * key_token_stride + head * key_head_stride + column, mask=inside)
     new_value = tl.load(value + token * value_token_stride + head * value_head_stride + column, mask=inside)
+    if SCALED:
+        new_key = kept_e4m3(new_key, key_factor)
+        new_value = kept_e4m3(new_value, value_factor)
     tl.store(key_cache + target, new_key.to(key_cache.dtype.element_ty), mask=inside)
     tl.store(value_cache + target, new_value.to(value_cache.dtype.element_ty), mask=inside)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
-from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, padded, plan_launch, query_blocks
+from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, padded, plan_launch, query_blocks, rehearsal_batches
 from rung.attention.backends.rotary_write import rotate_and_write_triton
 from rung.attention.backends.strides import cache_strides, rows
-from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
+from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
 from rung.attention.rotation import Rotation
 from rung.errors import ConfigError
 from rung.launch import TritonLauncher
@@ -47,7 +48,8 @@ def write_kv_triton(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot
     WRITE_KV.run(
         (num_tokens, -(-num_kv_heads // heads), 1),
         rows(key, "key"), rows(value, "value"), cache.key, cache.value, slot_mapping,
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1), stride[0], stride[1], stride[2],
+        1.0 / cache.key_scale, 1.0 / cache.value_scale,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), stride[0], stride[1], stride[2], SCALED=cache.is_fp8,
         NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=cache.block_size, HEADS=heads, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
 
@@ -98,6 +100,15 @@ class TritonPaged(AttentionBackend):
             return f"scale {spec.scale} is not positive"
         return None
 
+    def rehearsal(self, limits: BatchBounds, block_size: int, dtype: torch.dtype, device: torch.device) -> Sequence[BatchBounds]:
+        return rehearsal_batches(self.spec, limits, block_size=block_size, processors=_processors(device), element_size=dtype.itemsize)
+
+    @classmethod
+    def why_not_fp8_cache(cls, device: torch.device) -> str | None:
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            return "Triton converts e4m3 from compute capability 8.9 on"
+        return None
+
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write_kv_triton(key, value, cache, slot_mapping)
 
@@ -115,7 +126,8 @@ class TritonPaged(AttentionBackend):
 
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
         block, slot, head, _ = cache_strides(cache)
-        self._attend(query, cache.key, cache.value, cache.block_size, (block, slot, head, slot, head), out, metadata)
+        strides, scales = (block, slot, head, slot, head), (cache.key_scale, cache.value_scale)
+        self._attend(query, cache.key, cache.value, cache.block_size, strides, out, metadata, scales)
 
     def forward_given_keys(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata
@@ -135,6 +147,7 @@ class TritonPaged(AttentionBackend):
         strides: tuple[int, ...],  # of a block, of a slot and a head of the keys, of a slot and a head of the values
         out: torch.Tensor,
         metadata: AttentionMetadata,
+        kept: tuple[float, float] = (1.0, 1.0),  # scales of keys and values
     ) -> None:
         num_tokens, num_heads, head_size = query.shape
         if num_tokens == 0:
@@ -148,7 +161,7 @@ class TritonPaged(AttentionBackend):
             (spec.num_kv_heads, blocks, launch.splits),
             rows(query, "query"), rows(out, "out"), keys, values,
             metadata.query_start_loc, metadata.seq_lens, metadata.block_table, sums, scales,
-            num_tokens, metadata.num_requests, float(spec.scale), float(spec.soft_cap or 1.0),
+            num_tokens, metadata.num_requests, float(spec.scale * kept[0]), float(kept[1]), float(spec.soft_cap or 1.0),
             query.stride(0), query.stride(1), out.stride(0), out.stride(1), *strides, metadata.block_table.stride(0),
             GROUP=num_heads // spec.num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
             BLOCK_Q=launch.block_q, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, COLUMNS=columns,

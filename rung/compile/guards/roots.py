@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from typing import Any
@@ -13,6 +15,7 @@ GLOBALS = "<globals>"
 FUNCTION = "<function>"
 ARGUMENT = Path("<argument>")  # stands for every argument of the call
 _MODULE = "<module "
+_FIELD = re.compile(r"^___dataclass_fields\((.*)\)\[(\d+)\](.*)$")  # Dynamo's name for a field of a dataclass that the trace constructs
 _IMPORTED = "__import_"  # Dynamo's name in the globals for a module whose function it traced into
 
 
@@ -81,6 +84,11 @@ def path_of(source: str, roots: Roots) -> Path | None:
     """The path behind a source expression, `ARGUMENT` for arguments of the call, None for one that is more than attributes and items."""
     if not source:
         return None
+    if (field := _FIELD.match(source)) is not None:
+        owner = roots.find(field[1])
+        if not (isinstance(owner, type) and dataclasses.is_dataclass(owner)):
+            return None
+        source = f"{field[1]}.__dataclass_fields__[{dataclasses.fields(owner)[int(field[2])].name!r}]{field[3]}"
     try:
         parsed = parse_accesses(source)
     except (SyntaxError, ValueError):

@@ -3,6 +3,9 @@
 mm(x, w) -> silu_and_mul                                        linear
 rms_norm(h) -> product                                          norm_linear
 h = mm(x, w) + residual -> rms_norm(h) -> product               linear_norm_linear
+
+Products by e4m3 weights, with the quantisation of their activations, become the ops of the same names with `fp8_` before them
+(`fp8_quant_linear` for the first, with or without an activation), and all that stands between two attentions becomes `fp8_block`.
 """
 
 from __future__ import annotations
@@ -12,13 +15,25 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 
-from rung.passes.ir import GELU_AND_MUL, LINEAR, LINEAR_NORM_LINEAR, NORM_LINEAR, RMS_NORM, SILU_AND_MUL, IROp
+from rung.passes.fusion import products
+from rung.passes.fusion.products import Product, product_of
+from rung.passes.ir import (
+    FP8_BLOCK,
+    FP8_LINEAR,
+    FP8_LINEAR_NORM_LINEAR,
+    GELU_AND_MUL,
+    LINEAR,
+    LINEAR_NORM_LINEAR,
+    NORM_LINEAR,
+    RMS_NORM,
+    SILU_AND_MUL,
+    IROp,
+)
 
 aten = torch.ops.aten
 _META = ("stack_trace", "nn_module_stack", "original_aten")  # the names in traces come from these
@@ -45,34 +60,18 @@ class Projections:
         self._why_not = why_not
 
     def uuid(self) -> str:
-        return hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()
+        return hashlib.sha256("".join(inspect.getsource(module) for module in (sys.modules[__name__], products)).encode()).hexdigest()
 
     def run(self, graph: fx.Graph) -> dict[str, int]:
         join = _Join(graph, self._why_not)
         for node in list(graph.nodes):
-            if (product := _product(node)) is not None:
+            if (product := product_of(node)) is not None:
                 join(product)
+        for node in list(graph.find_nodes(op="call_function", target=FP8_LINEAR.overload)):
+            if (product := product_of(node)) is not None:
+                join.alone(product)
+        join.blocks()
         return join.report
-
-
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """A product in the graph. Its arguments are read when they are needed: joining what lies before changes them."""
-
-    node: fx.Node
-
-    @property
-    def x(self) -> fx.Node:
-        return cast(fx.Node, self.node.args[-2])
-
-    @property
-    def weight(self) -> Any:
-        transposed: Any = self.node.args[-1]
-        return transposed.args[0]
-
-    @property
-    def bias(self) -> Any:
-        return self.node.args[0] if len(self.node.args) == 3 else None
 
 
 class _Join:
@@ -82,31 +81,56 @@ class _Join:
         self._graph, self._why_not = graph, why_not
         self.report = {op.name: 0 for op in (LINEAR_NORM_LINEAR, NORM_LINEAR, LINEAR)}
 
-    def __call__(self, product: _Product) -> None:
+    def __call__(self, product: Product) -> None:
         users = list(product.node.users)
         activation = _ACTIVATIONS.get(users[0].target) if len(users) == 1 else None
         result = users[0] if activation is not None else product.node
-        behind = product.weight, product.bias, activation or ""
+        behind = (*product.weight, activation or "", *product.last)
         norm = product.x
         if norm.target is RMS_NORM.overload and self._has_one_user(norm):
             if self._sum_and_norm(norm, product, result, behind):
                 return
-            self._put(NORM_LINEAR, (*norm.args, *behind), (result,), (result, product.node, norm))
+            self._put(product.norm_linear, (*norm.args, *behind), (result,), (result, *product.nodes, norm))
         elif activation is not None:
-            self._put(LINEAR, (norm, *behind), (result,), (result, product.node))
+            self._put(product.linear, (norm, *behind), (result,), (result, *product.nodes))
 
-    def _sum_and_norm(self, norm: fx.Node, product: _Product, result: fx.Node, behind: tuple[Any, ...]) -> bool:
+    def _sum_and_norm(self, norm: fx.Node, product: Product, result: fx.Node, behind: tuple[Any, ...]) -> bool:
         hidden, norm_weight, epsilon = norm.args
         pair = _sum(hidden)
         if pair is None:
             return False
         assert isinstance(hidden, fx.Node)
         before, residual = pair
+        if before.linear_norm_linear is not product.linear_norm_linear or before.last != product.last:
+            self._miss("the products before and behind a norm are quantised differently")
+            return False
         if any(user is not norm and user < result for user in hidden.users):
             self._miss("the sum before a norm is used before the product behind the norm")
             return False
-        args = before.x, before.weight, before.bias, residual, norm_weight, epsilon, *behind
-        return self._put(LINEAR_NORM_LINEAR, args, (result, hidden), (result, product.node, norm, hidden, before.node))
+        args = before.x, *before.weight, residual, norm_weight, epsilon, *behind
+        joined = result, *product.nodes, norm, hidden, *before.nodes
+        return self._put(product.linear_norm_linear, args, (result, hidden), joined)
+
+    def alone(self, product: Product) -> None:
+        """Put an e4m3 product that nothing was joined with together with its quantisation, which few rows do without."""
+        self._put(product.linear, (product.x, *product.weight, "", *product.last), (product.node,), product.nodes)
+
+    def blocks(self) -> None:
+        """Join the MLP of e4m3 weights with what stands around it, so that its activation can hand on quantised rows."""
+        for node in list(self._graph.find_nodes(op="call_function", target=FP8_LINEAR_NORM_LINEAR.overload)):
+            middle, residual = node.args[0], node.args[5]
+            if not isinstance(middle, fx.Node) or not isinstance(residual, fx.Node) or middle.target is not operator.getitem:
+                continue
+            before = middle.args[0]
+            if not isinstance(before, fx.Node) or before.target is not FP8_LINEAR_NORM_LINEAR.overload or not before.args[12]:
+                continue
+            chained = middle.args == (before, 0) and residual.args == (before, 1) and before.args[13] == node.args[13]
+            if not chained or any(list(part.users) != [node] for part in (middle, residual)):
+                continue
+            args = (*before.args[:13], *node.args[1:5], *node.args[6:])
+            results = tuple(sorted(node.users, key=lambda user: int(str(user.args[1]))))
+            if len(results) == 2 and self._put(FP8_BLOCK, args, results, (*results, node, middle, residual, before)):
+                self.report[FP8_LINEAR_NORM_LINEAR.name] -= 2
 
     def _put(self, op: IROp, args: tuple[Any, ...], results: tuple[fx.Node, ...], joined: tuple[fx.Node, ...]) -> bool:
         """Put the op in place of `results`; `joined` is what it makes superfluous, users first."""
@@ -128,7 +152,7 @@ class _Join:
         for superfluous in dict.fromkeys(joined):
             if not superfluous.users:
                 self._graph.erase_node(superfluous)
-        self.report[op.name] += 1
+        self.report[op.name] = self.report.get(op.name, 0) + 1
         return True
 
     def _has_one_user(self, norm: fx.Node) -> bool:
@@ -142,26 +166,12 @@ class _Join:
         self.report[key] = self.report.get(key, 0) + 1
 
 
-def _product(node: fx.Node) -> _Product | None:
-    """The node as a product by a transposed weight, with or without a bias."""
-    if node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
-        return None
-    x, transposed = node.args[-2:]
-    if not isinstance(x, fx.Node) or not isinstance(transposed, fx.Node):
-        return None
-    if transposed.target is not aten.permute.default or transposed.args[1] != [1, 0]:
-        return None
-    if node.target is aten.addmm.default and (not isinstance(node.args[0], fx.Node) or node.args[0].meta["val"].dim() != 1):
-        return None
-    return _Product(node)
-
-
-def _sum(node: Any) -> tuple[_Product, fx.Node] | None:
+def _sum(node: Any) -> tuple[Product, fx.Node] | None:
     """The product and the residual of a sum, or None."""
     if not isinstance(node, fx.Node) or node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
         return None
     for product, residual in (node.args, node.args[::-1]):
-        found = _product(product) if isinstance(product, fx.Node) else None
+        found = product_of(product) if isinstance(product, fx.Node) else None
         if found is not None and len(found.node.users) == 1 and isinstance(residual, fx.Node) and _alike(found.node, residual):
             return found, residual
     return None

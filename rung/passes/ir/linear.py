@@ -12,11 +12,11 @@ from rung.passes.ir.op import Provider, define_ir_op
 from rung.passes.ir.rms_norm import rms_norm_body
 from rung.passes.kernels import projections
 
-_ACTIVATIONS = {"": lambda x: x, "silu": silu_body, "gelu": gelu_body}
+ACTIVATIONS = {"": lambda x: x, "silu": silu_body, "gelu": gelu_body}
 
 
 def linear_body(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    result: torch.Tensor = _ACTIVATIONS[activation](F.linear(x, weight, bias))
+    result: torch.Tensor = ACTIVATIONS[activation](F.linear(x, weight, bias))
     return result
 
 

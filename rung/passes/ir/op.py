@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rung import torch_compat
+from rung.launch import current_rehearsal
 
 _library = torch.library.Library("rung", "FRAGMENT")
 
@@ -75,7 +76,11 @@ def define_ir_op(
         provider, _ = _choose(providers, args)
         return (body if provider is None else provider.run)(*args)
 
+    def shapes(*args: Any) -> Any:
+        """On tensors without memory; in a rehearsal what the device would run, so that its kernels are known."""
+        return (body if current_rehearsal.get() is None else call)(*args)
+
     _library.define(schema)
     _library.impl(name, call if providers else body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"rung::{name}", body, lib=_library)
+    torch.library.register_fake(f"rung::{name}", shapes, lib=_library)
     return IROp(name, body, getattr(torch.ops.rung, name).default, providers, tolerance or {}, sample)

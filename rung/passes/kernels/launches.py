@@ -37,6 +37,7 @@ class Surroundings:
     residual: torch.Tensor | None = None  # [rows, n], added last
     norm_weight: torch.Tensor | None = None  # [k]: the rows of x are normed first
     epsilon: float = 0.0
+    weight_scale: torch.Tensor | None = None  # of an e4m3 weight, float32: [n], or [n / 128, k / 128]; n doubled with an activation
     activation: str = ""  # "silu" or "gelu": of the first half of the product, times the second
 
 
@@ -51,11 +52,12 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
         out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    bias, residual, norm_weight = around.bias, around.residual, around.norm_weight
+    bias, residual, norm_weight, scale = around.bias, around.residual, around.norm_weight, around.weight_scale
     named = {
         "ACTIVATION": around.activation,
         "BIAS": bias is not None and tiles.splits == 1,
         "RESIDUAL": residual is not None,
+        "SCALED": 0 if scale is None else scale.dim(),
         "EVEN_N": n % tiles.block_n == 0,
         "EVEN_K": k % (tiles.block_k * tiles.splits) == 0,
         "PREFETCH": tiles.prefetch,
@@ -65,18 +67,21 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
         "launch_pdl": tiles.prefetch >= 0,
     }
     columns = -(-n // tiles.block_n)
-    added, biased = x if residual is None else residual, x if bias is None else bias
+    added, biased, scales = (x if other is None else other for other in (residual, bias, scale))
+    scale_stride = scales.stride(0)
     if tiles.block_m == 1:
         VECTOR.run(
             (columns, 1, 1),
-            x, weight, biased, added, x if norm_weight is None else norm_weight, out, n, k, around.epsilon, weight.stride(0),
+            x, weight, scales, biased, added, x if norm_weight is None else norm_weight, out, n, k, around.epsilon,
+            weight.stride(0), scale_stride,
             NORM=norm_weight is not None, STAGES=tiles.num_stages, **named,
         )  # fmt: skip
         return out
     blocks = -(-rows // tiles.block_m)
     PRODUCT.run(
         (columns * blocks, tiles.splits, 1),
-        x, weight, biased, added, out, rows, n, k, blocks, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
+        x, weight, scales, biased, added, out, rows, n, k, blocks,
+        x.stride(0), weight.stride(0), scale_stride, 0 if residual is None else residual.stride(0),
         SPLITS=tiles.splits, SWAP=tiles.swap, BLOCK_M=tiles.block_m, num_stages=tiles.num_stages, **named,
     )  # fmt: skip
     return out

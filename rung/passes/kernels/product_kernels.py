@@ -1,10 +1,12 @@
 """Triton kernels of matrix products with few rows, and of what stands around them. Importing this file needs Triton.
 
-Weights are [n, k] with contiguous rows, as `nn.Linear` has them. All sums are float32. With PREFETCH >= 0 a kernel is launched
+Weights are [n, k] with contiguous rows, as `nn.Linear` has them, in the dtype of x or e4m3 with scales: these are converted on their way to
+the product (exactly: bf16 has all numbers of e4m3), and the sum is scaled. SCALED: 0 without scales, 1 for one scale an output, 2 for one
+a square of 128 x 128; BLOCK_K of `product_kernel` must then divide 128. All sums are float32. With PREFETCH >= 0 a kernel is launched
 programmatically: it may start while its predecessor runs, fetches that many elements of each of its weight rows into the L2 cache (which
 reads nothing: a predecessor may still write them), and waits before anything else.
 """
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import triton.language as tl
 
 @triton.jit
 def _fetch(weight, columns, n, k, weight_stride, first, PREFETCH: tl.constexpr):
-    """Start the way of the first PREFETCH elements of these rows, from `first` on, to the L2 cache: a line of 128 bytes each 64 of them."""
-    at = tl.minimum(first + tl.arange(0, PREFETCH // 64) * 64, k - 1)
+    """Start the way of the first PREFETCH elements of these rows, from `first` on, to the L2 cache, by lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    at = tl.minimum(first + tl.arange(0, PREFETCH // LINE) * LINE, k - 1)
     lines = weight + tl.minimum(columns, n - 1)[:, None].to(tl.int64) * weight_stride + at[None, :]
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -26,7 +29,7 @@ def _await(weight, columns, n, k, weight_stride, first, PREFETCH: tl.constexpr, 
     """The beginning of a kernel that is launched programmatically."""
     if PREFETCH >= 0:
         tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH >= 64:
+        if 1024 // weight.dtype.element_ty.primitive_bitwidth <= PREFETCH:
             _fetch(weight, columns, n, k, weight_stride, first, PREFETCH)
             if HALVES:
                 _fetch(weight + n.to(tl.int64) * weight_stride, columns, n, k, weight_stride, first, PREFETCH)
@@ -40,6 +43,12 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
         return gate / (1.0 + tl.exp(-gate)) * up
     inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
     return gate * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner))) * up
+
+
+@triton.jit
+def _square_scale(scales, row, at, row_end, scale_stride):
+    """The scale of the squares that hold rows `row` and the column `at` of a weight, [rows, 1] or [rows, columns]."""
+    return tl.load(scales + (row // 128).to(tl.int64) * scale_stride + at // 128, mask=row < row_end, other=0.0)
 
 
 @triton.jit
@@ -60,10 +69,30 @@ def _finish(
     tl.store(out + m[:, None].to(tl.int64) * n + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_product(
+    total, values, tile, weight_scale, row, start, row_end, scale_stride, SWAP: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """total plus the product of values [BLOCK_M, BLOCK_K] and tile [BLOCK_N, BLOCK_K], which holds these rows of the weight."""
+    tile = tile.to(values.dtype)
+    if SCALED != 2:
+        if SWAP:
+            total = tl.dot(tile, tl.trans(values), total, input_precision="ieee")
+        else:
+            total = tl.dot(values, tl.trans(tile), total, input_precision="ieee")
+    elif SWAP:
+        scale = _square_scale(weight_scale, row[:, None], start, row_end, scale_stride)
+        total += tl.dot(tile, tl.trans(values), input_precision="ieee") * scale
+    else:
+        scale = _square_scale(weight_scale, row[None, :], start, row_end, scale_stride)
+        total += tl.dot(values, tl.trans(tile), input_precision="ieee") * scale
+    return total
+
+
 @triton.jit(do_not_specialize=["rows", "m_blocks"])
 def product_kernel(
-    x, weight, bias, residual, out, rows, n, k, m_blocks, x_stride, weight_stride, residual_stride,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr,
+    x, weight, weight_scale, bias, residual, out, rows, n, k, m_blocks, x_stride, weight_stride, scale_stride, residual_stride,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -101,23 +130,21 @@ def product_kernel(
             tile = tl.load(w_row + at[None, :])
         else:
             tile = tl.load(w_row + at[None, :], mask=has_column & (at[None, :] < last), other=0.0)
-        if SWAP:
-            total = tl.dot(tile, tl.trans(values), total, input_precision="ieee")
-        else:
-            total = tl.dot(values, tl.trans(tile), total, input_precision="ieee")
+        total = _add_product(total, values, tile, weight_scale, columns, start, n, scale_stride, SWAP, SCALED)
         if ACTIVATION != "":
             if EVEN_N and EVEN_K:
                 tile_up = tl.load(up_row + at[None, :])
             else:
                 tile_up = tl.load(up_row + at[None, :], mask=has_column & (at[None, :] < last), other=0.0)
-            if SWAP:
-                total_up = tl.dot(tile_up, tl.trans(values), total_up, input_precision="ieee")
-            else:
-                total_up = tl.dot(values, tl.trans(tile_up), total_up, input_precision="ieee")
+            total_up = _add_product(total_up, values, tile_up, weight_scale, n + columns, start, 2 * n, scale_stride, SWAP, SCALED)
 
     if SWAP:
         total = tl.trans(total)
         total_up = tl.trans(total_up)
+    if SCALED == 1:
+        total *= tl.load(weight_scale + columns, mask=columns < n, other=0.0)[None, :]
+        if ACTIVATION != "":
+            total_up *= tl.load(weight_scale + n + columns, mask=columns < n, other=0.0)[None, :]
     mask = inside[:, None] & (columns[None, :] < n)
     if SPLITS > 1:
         tl.store(out + (split.to(tl.int64) * rows + m[:, None]) * n + columns[None, :], total, mask=mask)
@@ -127,8 +154,8 @@ def product_kernel(
 
 @triton.jit
 def vector_kernel(
-    x, weight, bias, residual, norm_weight, out, n, k, epsilon, weight_stride,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr,
+    x, weight, weight_scale, bias, residual, norm_weight, out, n, k, epsilon, weight_stride, scale_stride,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr, PREFETCH: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`product_kernel` for one row, without the matrix units, of x normed before when NORM.
@@ -160,11 +187,21 @@ def vector_kernel(
             scale = tl.load(norm_weight + at) if EVEN_K else tl.load(norm_weight + at, mask=at < k, other=0.0)
             squares += values * values
             values *= scale.to(tl.float32)
-        total += tile.to(tl.float32) * values[None, :]
+        tile = tile.to(tl.float32)
+        if SCALED == 2:
+            tile *= _square_scale(weight_scale, columns[:, None], at[None, :], n, scale_stride)
+        total += tile * values[None, :]
         if ACTIVATION != "":
-            total_up += tile_up.to(tl.float32) * values[None, :]
+            tile_up = tile_up.to(tl.float32)
+            if SCALED == 2:
+                tile_up *= _square_scale(weight_scale, n + columns[:, None], at[None, :], 2 * n, scale_stride)
+            total_up += tile_up * values[None, :]
     product = tl.sum(total, axis=1)
     product_up = tl.sum(total_up, axis=1) if ACTIVATION != "" else product
+    if SCALED == 1:
+        product *= tl.load(weight_scale + columns, mask=columns < n, other=0.0)
+        if ACTIVATION != "":
+            product_up *= tl.load(weight_scale + n + columns, mask=columns < n, other=0.0)
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / k + epsilon)
         product *= factor

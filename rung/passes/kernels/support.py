@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
@@ -25,6 +26,25 @@ def why_not_triton(x: torch.Tensor, *others: torch.Tensor | None) -> str | None:
             return f"tensors lie on {x.device} and {tensor.device}"
     if any(other is not None and other.stride(-1) != 1 for other in others):
         return "a weight is not contiguous in its last dimension"
+    return None
+
+
+def why_not_fp8(x: torch.Tensor, weights: Sequence[torch.Tensor], *others: torch.Tensor | None) -> str | None:
+    """As `why_not_triton`, for e4m3 weights; x may be e4m3 too. `others` are bf16 vectors and rows."""
+    if (reason := _why_not_device(x.device)) is not None:
+        return reason
+    if x.dim() != 2:
+        return f"x has {x.dim()} dimensions, not 2"
+    for other in others:
+        if other is not None and other.dtype != torch.bfloat16:
+            return f"a tensor is of dtype {other.dtype}, not torch.bfloat16"
+    for weight in weights:
+        if weight.dtype != torch.float8_e4m3fn:
+            return f"a weight is of dtype {weight.dtype}, not torch.float8_e4m3fn"
+        if not weight.is_contiguous():
+            return "a weight is not contiguous"
+        if weight.shape[0] % 16 or weight.shape[1] % 16:
+            return f"a weight is {weight.shape[0]} x {weight.shape[1]}, not multiples of 16"
     return None
 
 

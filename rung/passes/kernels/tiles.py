@@ -49,23 +49,41 @@ _HEAD: _Table = (
 )
 
 
-def tiles_for(rows: int, n: int, k: int, *, activation: str = "", splittable: bool = False, programmatic: bool = True) -> Tiles | None:
+def tiles_for(
+    rows: int, n: int, k: int, *, activation: str = "", splittable: bool = False, programmatic: bool = True, fp8: bool = False
+) -> Tiles | None:
     """The tiles for a product [rows, k] x [n, k] (n outputs, of which an activation needs two each), or None: cuBLAS.
 
-    `splittable` allows parts to be left for the kernel behind it to sum; `programmatic` allows programmatic launches."""
-    for most, tiles in _fitting(n, k, activation, splittable and rows > 1):
+    `splittable` allows parts to be left for the kernel behind it to sum; `programmatic` allows programmatic launches; `fp8`: the weights
+    are e4m3."""
+    for most, tiles in _fitting(n, k, activation, splittable and rows > 1, fp8):
         if rows <= most:
+            tiles = _for_fp8(tiles) if fp8 else tiles
             return tiles if programmatic else replace(tiles, prefetch=-1)
     return None
 
 
-def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False) -> int:
+def row_cases(maximum: int) -> tuple[int, ...]:
+    """Numbers of rows up to `maximum` that, for a product of any size, together take all the kernels that any number up to it can take."""
+    ends = {most for table in (_SMALL, _LARGE, _HEAD) for _, most, _ in table}
+    return tuple(sorted({end for end in ends if end < maximum} | {maximum}))
+
+
+def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False, fp8: bool = False) -> int:
     """The largest number of rows that has tiles."""
-    return max(most for most, _ in _fitting(n, k, activation, splittable))
+    return max(most for most, _ in _fitting(n, k, activation, splittable, fp8))
 
 
-def _fitting(n: int, k: int, activation: str, splittable: bool) -> list[tuple[int, Tiles]]:
-    nbytes = 2 * n * k * (2 if activation else 1)
+def _for_fp8(tiles: Tiles) -> Tiles:
+    """Not measured yet: the same bytes on their way as the tiles for bf16 have, where the matrix units do not bound the length of k; these
+    take at most one square of scales at a time. Weights are converted in registers, where only the left side can stay."""
+    prefetch = 2 * tiles.prefetch if tiles.prefetch > 0 else tiles.prefetch
+    block_k = 2 * tiles.block_k if tiles.block_m == 1 else min(tiles.block_k, 128)
+    return replace(tiles, prefetch=prefetch, block_k=block_k, swap=tiles.swap or (tiles.block_m > 1 and tiles.block_n >= 64))
+
+
+def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: bool) -> list[tuple[int, Tiles]]:
+    nbytes = (1 if fp8 else 2) * n * k * (2 if activation else 1)
     table = _SMALL if nbytes <= _SMALL_BYTES else _HEAD if n >= _MANY_COLUMNS and not activation else _LARGE
     kinds = ("gated",) if activation else ("split", "plain") if splittable else ("plain",)
     return next(found for kind in kinds if (found := [(most, tiles) for name, most, tiles in table if name == kind]))

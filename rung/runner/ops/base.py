@@ -24,6 +24,7 @@ class StepOps(ABC):
     """
 
     name: ClassVar[str]
+    has_kernels: ClassVar[bool] = False  # whether kernels of ours are loaded, and perhaps compiled, at first use
 
     @property
     @abstractmethod

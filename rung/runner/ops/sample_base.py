@@ -34,3 +34,7 @@ class SampleOps(ABC):
     @abstractmethod
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
         """Of logits [N, vocab]: log-softmax in float32 at `token_ids` int64 [N] and at the `num_top` best, equal ones by id."""
+
+    def rehearsal(self, max_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of rows up to `max_rows`, and of most likely tokens, that together take every kernel of these operations."""
+        return (), ()

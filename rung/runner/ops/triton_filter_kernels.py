@@ -102,7 +102,7 @@ def _search(
     return low, above, inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["idx_mapping", "temperatures", "log_min_ps", "top_ks", "top_ps"])
 def filter_kernel(
     scores, idx_mapping, temperatures, log_min_ps, top_ks, top_ps, out, room, scores_stride, out_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, WAYS: tl.constexpr,

@@ -12,7 +12,7 @@ from rung.runner.ops.triton_filter_kernels import ordered
 NOTHING = tl.constexpr(-(2**63))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_ids", "bests", "sums"])
 def logprob_chunk_kernel(
     logits, token_ids, bests, sums, ranks, tops, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr, TOP: tl.constexpr
 ):
@@ -38,7 +38,7 @@ def logprob_chunk_kernel(
             number = tl.where(number == largest, NOTHING, number)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_ids", "bests", "sums"])
 def logprob_row_kernel(
     logits, token_ids, bests, sums, ranks, tops, out_logprobs, out_ranks, out_ids, out_top_logprobs, vocab, logits_stride, num_chunks,
     CHUNKS: tl.constexpr, TOP: tl.constexpr, CANDIDATES: tl.constexpr,

@@ -41,6 +41,7 @@ class TritonStepOps(StepOps):
     A kernel compiles, or is loaded, at its first call, so whoever captures an operation calls it once before."""
 
     name: ClassVar[str] = "triton"
+    has_kernels: ClassVar[bool] = True
     decode = TritonDecodeOps()
     sampling = TritonSampleOps()
 

@@ -15,7 +15,8 @@ LOGPROB_ROW = TritonLauncher(_LOGPROBS, "logprob_row_kernel")
 
 _ONE_WAVE = 132  # multiprocessors of an H100 or H200
 _CHUNK = 2048  # tokens of a row whose log-probabilities a program sums
-MAX_TOP = 32  # most likely tokens that are found by repeated maxima; more are sorted for
+TOPS = (0, 1, 5, 20, 32)  # numbers of most likely tokens that there are kernels for: those that interfaces offer
+MAX_TOP = TOPS[-1]  # that are found by repeated maxima; more are sorted for
 
 
 class TritonSampleOps(SampleOps):
@@ -26,6 +27,9 @@ class TritonSampleOps(SampleOps):
 
     def __init__(self, block: int | None = None, ways: int = 8, room: int = 1024, num_warps: int | None = None) -> None:
         self.block, self.ways, self.room, self.num_warps = block, ways, room, num_warps
+
+    def rehearsal(self, max_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(dict.fromkeys((min(_ONE_WAVE, max_rows), max_rows))), TOPS
 
     def _tiles(self, rows: int) -> tuple[int, int]:
         """Tokens and warps of a program, as measured: a row alone on its multiprocessor wants many of both (docs/performance.md)."""
@@ -54,6 +58,7 @@ class TritonSampleOps(SampleOps):
         assert logits.stride(1) == 1
         chunks = -(-vocab // _CHUNK)
         device = logits.device
+        wanted, num_top = num_top, min(vocab, next(top for top in TOPS if top >= num_top))
         bests, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
         ranks_of = torch.empty(rows, chunks, dtype=torch.int32, device=device)
         tops = torch.empty(rows, chunks, num_top, dtype=torch.int64, device=device)
@@ -69,6 +74,8 @@ class TritonSampleOps(SampleOps):
             logits, token_ids, bests, sums, ranks_of, tops, logprobs, ranks, top_ids, top_logprobs, vocab, logits.stride(0), chunks,
             CHUNKS=_power_of_two(chunks), TOP=num_top, CANDIDATES=_power_of_two(max(chunks * num_top, 1)), num_warps=4,
         )  # fmt: skip
+        if wanted < num_top:
+            top_ids, top_logprobs = top_ids[:, :wanted], top_logprobs[:, :wanted]
         return LogprobTensors(token_ids=token_ids, logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs)
 
 

@@ -147,6 +147,20 @@ class Sampler:
         sampling = RowSampling(temperature=ints.float(), seed=ints, stop_ids=self.rows.stop_ids)
         self._ops.decode.pick(scores, ints - 1, ints.to(torch.int32), sampling, any_random=True)
 
+    def rehearse_kernels(self, logits: torch.Tensor) -> None:
+        """Run every kernel that sampling up to so many rows of logits [rows, vocab] may ask for; no slot changes."""
+        sizes, tops = self._ops.sampling.rehearsal(logits.shape[0])
+        nobody = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
+        for rows in sizes:
+            for scores in dict.fromkeys((logits[:rows], logits[:rows].float())):  # as they come, and processed
+                for kept in (scores, self._ops.sampling.filter(scores, nobody[:rows], self._filters)):
+                    self._ops.decode.pick(kept, nobody[:rows], nobody[:rows].to(torch.int32), self.rows, any_random=True)
+        for top in tops:
+            self.logprobs_of(logits, nobody.clamp(min=0), top)
+        if sizes:
+            bits = torch.zeros(1, -(-logits.shape[1] // 32), dtype=torch.int32, device=logits.device)
+            self._ops.apply_bitmask(logits.float(), bits, nobody.to(torch.int32))
+
     def logprobs_of(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
         """Log-probabilities under logits [N, vocab] of `token_ids` int64 [N] and of the `num_top` most likely tokens."""
         return self._ops.sampling.logprobs(logits, token_ids, num_top)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rung.compile.guards import Guard, GuardSet, GuardState, Kind, Roots
+from rung.compile.guards.roots import path_of
 from rung.compile.trace import trace
 
 SCALE = 2.0
@@ -243,3 +244,12 @@ def test_a_path_that_is_gone_is_a_violation() -> None:
 
     guard = Guard(Kind.VALUE, Path("self", (("attr", "gone"),)), ["int", "1"])
     assert guard.violation({"self": types.SimpleNamespace()}) == "'self.gone' is gone"
+
+
+def test_fields_of_a_dataclass_are_found_by_name() -> None:
+    """As torch 2.11 on Python 3.12 names what it reads while a trace constructs a dataclass."""
+    roots = Roots(helper)
+    path = path_of("___dataclass_fields(G['Settings'])[0].default", roots)
+    assert path is not None
+    assert path.resolve(roots) == 1.0
+    assert path_of("___dataclass_fields(G['TABLE'])[0].default", roots) is None

@@ -1,0 +1,292 @@
+"""The providers of products by e4m3 weights.
+
+Few rows: the kernels of `projections`, which read the weights as e4m3 and leave activations in bf16. More rows: activations are quantised
+by the kernel that norms or activates them, and cuBLAS multiplies e4m3 by e4m3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from rung.passes.kernels import launches
+from rung.passes.kernels.fp8_launches import Quantised, add_norm_quantise, quantise
+from rung.passes.kernels.launches import Surroundings, Tiles
+from rung.passes.kernels.support import why_not_fp8
+from rung.passes.kernels.tiles import most_rows, tiles_for
+from rung.torch_compat import scaled_mm
+
+Scale = torch.Tensor | None
+_SQUARE = 128
+_BLOCKWISE_K = 4 * _SQUARE  # cuBLAS takes the scales of squares where their rows are multiples of four
+
+
+class Weight(NamedTuple):
+    values: torch.Tensor  # e4m3 [n, k]
+    scale: torch.Tensor
+    input_scale: Scale
+    bias: Scale
+
+
+def halves(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of the two `linear_norm_linear` that a block is: of the first without x, of the second without x and residual."""
+    *most, group = args
+    return (*most[:12], group), (*most[12:], group)
+
+
+def with_residual(args: Sequence[Any], residual: Any) -> tuple[Any, ...]:
+    """The arguments of the second half, complete but for x."""
+    return (*args[:4], residual, *args[4:])
+
+
+# --- explicit ------------------------------------------------------------------------------------------------------------------------
+
+
+def why_not_linear(
+    x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, dtype: Any
+) -> str | None:
+    if (reason := why_not_fp8(x, (weight,), bias)) is not None:
+        return reason
+    if dtype != torch.bfloat16 or x.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+        return f"{x.dtype} to {dtype}"
+    if (x.dtype == torch.bfloat16) != (x_scale is None):
+        return f"x is {x.dtype} {'without' if x_scale is None else 'with'} scales"
+    return None
+
+
+def describe_linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, dtype: Any) -> str:
+    return "weights alone" if x_scale is None else f"{weight.shape[0]}x{weight.shape[1]} {_many(weight, weight_scale)}"
+
+
+def linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, dtype: Any) -> torch.Tensor:
+    given = Weight(weight, weight_scale, None, bias)
+    if x_scale is None:
+        tiles = tiles_for(*x.shape[:1], *weight.shape, fp8=True)
+        if tiles is not None:
+            return launches.product(_rows(x), weight, Surroundings(bias=bias, weight_scale=weight_scale), tiles)
+        return F.linear(x, _dequantised(given), bias)
+    rows = x_scale.expand(x.shape[0], 1) if x_scale.numel() == 1 else x_scale
+    return _scaled(Quantised(_rows(x), rows.t().contiguous().t()), given)
+
+
+# --- joined --------------------------------------------------------------------------------------------------------------------------
+
+
+def why_not_quant_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, input_scale: Scale, bias: Scale, activation: str, group: int
+) -> str | None:
+    return why_not_fp8(x, (weight,), x, bias)
+
+
+def why_not_norm_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    epsilon: float,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    given: Scale,
+    bias: Scale,
+    *_: Any,
+) -> str | None:
+    return why_not_fp8(x, (weight,), x, norm_weight, bias)
+
+
+def why_not_linear_norm_linear(x: torch.Tensor, *args: Any) -> str | None:
+    weight, _, _, bias, residual, norm_weight, _, following, _, _, next_bias, *_ = args
+    return why_not_fp8(x, (weight, following), x, residual, norm_weight, bias, next_bias)
+
+
+def why_not_block(x: torch.Tensor, *args: Any) -> str | None:
+    first, second = halves(args)
+    return why_not_linear_norm_linear(x, *first) or why_not_linear_norm_linear(x, *with_residual(second, first[4]))
+
+
+def describe_quant_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, input_scale: Scale, bias: Scale, activation: str, group: int
+) -> str:
+    return _describe(weight, weight_scale, activation)
+
+
+def describe_norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, epsilon: float, *args: Any) -> str:
+    return describe_quant_linear(x, *args)
+
+
+def describe_linear_norm_linear(x: torch.Tensor, *args: Any) -> str:
+    first, following = _describe(args[0], args[1], "", splittable=True), _describe(args[7], args[8], args[11])
+    return f"{first}; {following}"
+
+
+def describe_block(x: torch.Tensor, *args: Any) -> str:
+    first, second = halves(args)
+    return f"{describe_linear_norm_linear(x, *first)}; {describe_linear_norm_linear(x, *with_residual(second, x))}"
+
+
+def quant_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, input_scale: Scale, bias: Scale, activation: str, group: int
+) -> torch.Tensor:
+    given = Weight(weight, weight_scale, input_scale, bias)
+    return _activated(_product(_rows(x), given, group, activation), activation)
+
+
+def norm_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    epsilon: float,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: Scale,
+    bias: Scale,
+    activation: str,
+    group: int,
+) -> torch.Tensor:
+    x, given = _rows(x), Weight(weight, weight_scale, input_scale, bias)
+    product, _ = _normed_product(x, None, norm_weight, epsilon, given, activation, group)
+    return _activated(product, activation)
+
+
+def linear_norm_linear(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    product, hidden = _linear_norm_linear(_rows(x), *args)
+    return _activated(product, args[11]), hidden
+
+
+def block(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = halves(args)
+    middle, residual = _linear_norm_linear(_rows(x), *first)
+    down, activation, group = Weight(*second[:4]), first[11], first[12]
+    if isinstance(middle, _Unactivated) and _tiles(x.shape[0], down, "", splittable=True) is None:
+        quantised = quantise(middle.product, down.input_scale, group, activation=activation, programmatic=_programmatic(x))
+        product, hidden = _linear_norm_linear(quantised, *with_residual(second, residual))
+    else:
+        product, hidden = _linear_norm_linear(_activated(middle, activation), *with_residual(second, residual))
+    return _activated(product, second[-2]), hidden
+
+
+# --- parts ---------------------------------------------------------------------------------------------------------------------------
+
+
+class _Unactivated(NamedTuple):
+    """A product by cuBLAS whose activation is still to come: [rows, 2 * n]."""
+
+    product: torch.Tensor
+
+
+def _linear_norm_linear(
+    x: torch.Tensor | Quantised,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: Scale,
+    bias: Scale,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    epsilon: float,
+    next_weight: torch.Tensor,
+    next_weight_scale: torch.Tensor,
+    next_input_scale: Scale,
+    next_bias: Scale,
+    activation: str,
+    group: int,
+) -> tuple[torch.Tensor | _Unactivated, torch.Tensor]:
+    first, second = Weight(weight, weight_scale, input_scale, bias), Weight(next_weight, next_weight_scale, next_input_scale, next_bias)
+    residual = _rows(residual)
+    if residual.shape[0] == 1:
+        hidden = _product(x, first, group, "", residual=residual)
+        assert isinstance(hidden, torch.Tensor)
+        return _normed_product(hidden, None, norm_weight, epsilon, second, activation, group)
+    parts = _product(x, first, group, "", splittable=True)
+    assert isinstance(parts, torch.Tensor)
+    left = bias if parts.dim() == 3 else None  # the bias of a split product is added behind its sum
+    return _normed_product(parts, residual, norm_weight, epsilon, second, activation, group, left)
+
+
+def _normed_product(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    epsilon: float,
+    weight: Weight,
+    activation: str,
+    group: int,
+    bias: Scale = None,  # of x, where that is the parts of a product
+) -> tuple[torch.Tensor | _Unactivated, torch.Tensor]:
+    rows, programmatic = x.shape[-2], _programmatic(x)
+    if rows == 1 and residual is None:
+        return _product(x, weight, group, activation, norm_weight=norm_weight, epsilon=epsilon), x
+    if _tiles(rows, weight, activation) is None and _takes_quantised(weight):
+        quantised, hidden = add_norm_quantise(
+            x, residual, norm_weight, epsilon, weight.input_scale, group, bias, programmatic=programmatic
+        )  # fmt: skip
+        return _product(quantised, weight, group, activation), hidden
+    normed, hidden = launches.add_norm(x, residual, norm_weight, epsilon, bias, programmatic=programmatic)
+    return _product(normed, weight, group, activation), hidden
+
+
+def _product(
+    x: torch.Tensor | Quantised, weight: Weight, group: int, activation: str, *, splittable: bool = False, **around: Any
+) -> torch.Tensor | _Unactivated:
+    """[rows, n]; where it is splittable, perhaps the parts [splits, rows, n] without the bias."""
+    if isinstance(x, Quantised):
+        result = _scaled(x, weight)
+        return _Unactivated(result) if activation else result
+    tiles = _tiles(x.shape[0], weight, activation, splittable=splittable)
+    if tiles is not None:
+        return launches.product(
+            x, weight.values, Surroundings(bias=weight.bias, weight_scale=weight.scale, activation=activation, **around), tiles
+        )
+    assert not around, "one row always has tiles"
+    if not _takes_quantised(weight):
+        result = F.linear(x, _dequantised(weight), weight.bias)
+        return _Unactivated(result) if activation else result
+    return _product(quantise(x, weight.input_scale, group, programmatic=_programmatic(x)), weight, group, activation)
+
+
+def _activated(made: torch.Tensor | _Unactivated, activation: str) -> torch.Tensor:
+    if isinstance(made, torch.Tensor):
+        return made
+    return launches.activate(made.product, activation, programmatic=_programmatic(made.product))
+
+
+def _scaled(x: Quantised, weight: Weight) -> torch.Tensor:
+    if x.values.shape[0] == 0:
+        return torch.empty((0, weight.values.shape[0]), dtype=torch.bfloat16, device=x.values.device)
+    return scaled_mm(*x, weight.values, weight.scale, weight.bias, torch.bfloat16)
+
+
+def _takes_quantised(weight: Weight) -> bool:
+    return weight.scale.dim() == 1 or weight.values.shape[1] % _BLOCKWISE_K == 0
+
+
+def _dequantised(weight: Weight) -> torch.Tensor:
+    values, scale = weight.values.bfloat16(), weight.scale
+    if scale.dim() == 1:
+        return values * scale.bfloat16().unsqueeze(1)
+    wide = scale.bfloat16().repeat_interleave(_SQUARE, 0).repeat_interleave(_SQUARE, 1)
+    return values * wide
+
+
+def _tiles(rows: int, weight: Weight, activation: str, *, splittable: bool = False) -> Tiles | None:
+    n, k = weight.values.shape
+    n //= 2 if activation else 1
+    programmatic = _programmatic(weight.values)
+    return tiles_for(rows, n, k, activation=activation, splittable=splittable, programmatic=programmatic, fp8=True)
+
+
+def _describe(weight: torch.Tensor, weight_scale: torch.Tensor, activation: str, *, splittable: bool = False) -> str:
+    """How many rows our kernels take for a weight, and who takes more."""
+    n, k = weight.shape
+    most = most_rows(n // (2 if activation else 1), k, activation=activation, splittable=splittable, fp8=True)
+    return f"{n}x{k} e4m3{' ' + activation if activation else ''} to {most} rows, then {_many(weight, weight_scale)}"
+
+
+def _many(weight: torch.Tensor, weight_scale: torch.Tensor) -> str:
+    return "_scaled_mm" if _takes_quantised(Weight(weight, weight_scale, None, None)) else "bf16 by cuBLAS"
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _programmatic(x: torch.Tensor) -> bool:
+    return x.device.type == "cuda"  # Triton's interpreter knows no programmatic launch

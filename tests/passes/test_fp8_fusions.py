@@ -1,0 +1,155 @@
+"""What becomes of the quantisations of an FP8 layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+
+from rung import torch_compat
+from rung.models.fp8 import Scheme, quantize_fp8
+from rung.models.llama import LlamaMLP, RMSNorm
+from rung.models.random import SHAPES
+from rung.passes.fused_ops import FUSED_OPS
+from rung.passes.fusion import Projections, act_mul, act_quant, norm_quant
+from rung.passes.ir import IR_OPS, IROp, fp8_linear, fp8_quant_per_token
+from rung.passes.lowering import lower
+from tests.passes.graphs import misses, run, same, traced
+
+
+class Block(nn.Module):
+    """What lies between two attentions."""
+
+    def __init__(self, size: int = 64, scheme: Scheme = "per_token", input_scales: dict[str, float] | None = None) -> None:
+        super().__init__()
+        self.o_proj = nn.Linear(size, size, bias=False)
+        self.norm = RMSNorm(size, 1e-5)
+        self.mlp = LlamaMLP(SHAPES["tiny"])
+        if size != 64:
+            self.mlp.gate_up_proj, self.mlp.down_proj = nn.Linear(size, 2 * size), nn.Linear(size, size)
+        self.next_norm = RMSNorm(size, 1e-5)
+        self.qkv_proj = nn.Linear(size, 2 * size)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        quantize_fp8(self, scheme, input_scales=input_scales)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = self.o_proj(x) + residual
+        residual = self.mlp(self.norm(residual)) + residual
+        return self.qkv_proj(self.next_norm(residual)), residual
+
+
+def piece(block: nn.Module, size: int = 64) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    names = [name for name, _ in block.named_parameters()]
+    weights = list(block.parameters())
+
+    def call(x: torch.Tensor, residual: torch.Tensor, *given: torch.Tensor) -> Any:
+        return torch.func.functional_call(block, dict(zip(names, given, strict=True)), (x, residual))
+
+    mode = FakeTensorMode()
+    return torch_compat.trace_body(call, [mode.from_tensor(t) for t in (torch.empty(3, size), torch.empty(3, size), *weights)]), weights
+
+
+def equal(module: fx.GraphModule, block: nn.Module, weights: list[torch.Tensor], size: int = 64) -> None:
+    module.recompile()
+    x, residual = torch.randn(3, size), torch.randn(3, size)
+    for found, wanted in zip(module(x, residual, *weights), block(x, residual), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+CASES: list[tuple[Scheme, int, dict[str, float] | None, str]] = [
+    ("per_token", 64, None, ""),
+    ("per_tensor", 64, dict.fromkeys(("o_proj", "mlp.gate_up_proj", "mlp.down_proj", "qkv_proj"), 0.02), "_static"),
+    ("group128", 128, None, "_group"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "size", "scales", "suffix"), CASES, ids=[case[0] for case in CASES])
+def test_a_layer_has_norm_quant_twice_and_act_quant_once(scheme: Scheme, size: int, scales: dict[str, float] | None, suffix: str) -> None:
+    block = Block(size, scheme, scales)
+    module, weights = piece(block, size)
+    found = run(module, norm_quant(), act_quant())
+    assert {name: count for name, count in found.items() if count} == {f"norm_quant{suffix}": 2, f"silu_and_mul_quant{suffix}": 1}
+    equal(module, block, weights, size)
+    lower(module.graph, (*IR_OPS, *FUSED_OPS))
+    equal(module, block, weights, size)
+
+
+@pytest.mark.parametrize(("scheme", "size", "scales", "suffix"), CASES, ids=[case[0] for case in CASES])
+def test_all_between_two_attentions_is_one_op(scheme: Scheme, size: int, scales: dict[str, float] | None, suffix: str) -> None:
+    block = Block(size, scheme, scales)
+    module, weights = piece(block, size)
+    report = Projections(lambda op, args: None).run(module.graph)
+    assert {name: count for name, count in report.items() if count} == {"fp8_block": 1}
+    equal(module, block, weights, size)
+    assert lower(module.graph) == {"fp8_block": 1}  # no provider on this device: back to the body
+    equal(module, block, weights, size)
+
+
+def join(why_not: Callable[[IROp, tuple[Any, ...]], str | None], block: nn.Module) -> dict[str, int]:
+    return Projections(why_not).run(piece(block)[0].graph)
+
+
+def test_a_plain_product_beside_quantised_ones_is_not_joined_with_them() -> None:
+    block = Block()
+    block.o_proj = nn.Linear(64, 64, bias=False).requires_grad_(False)
+    report = join(lambda op, args: None, block)
+    assert report["fp8_linear_norm_linear"] == report["fp8_norm_linear"] == 1
+    assert report["near miss: the products before and behind a norm are quantised differently"] == 1
+
+
+def test_an_activation_that_is_used_elsewhere_keeps_the_block_apart() -> None:
+    class Seen(Block):
+        def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Any:
+            residual = self.o_proj(x) + residual
+            middle = torch.ops.rung.silu_and_mul(self.mlp.gate_up_proj(self.norm(residual)))
+            residual = self.mlp.down_proj(middle) + residual
+            return self.qkv_proj(self.next_norm(residual)), residual, middle
+
+    report = join(lambda op, args: None, Seen())
+    assert report["fp8_linear_norm_linear"] == 2
+    assert "fp8_block" not in report
+
+
+def test_a_product_with_nothing_around_keeps_its_quantisation() -> None:
+    report = Projections(lambda op, args: None).run(
+        piece_of(lambda x, w, s: fp8_linear(*fp8_quant_per_token(x), w, s, None, x.dtype)).graph
+    )
+    assert report["fp8_quant_linear"] == 1
+
+
+def test_a_quantisation_for_two_products_is_left_alone() -> None:
+    def two(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> Any:
+        values, scale = fp8_quant_per_token(x)
+        return fp8_linear(values, scale, w, s, None, x.dtype), fp8_linear(values, scale, w, s, None, x.dtype)
+
+    assert not any(Projections(lambda op, args: None).run(piece_of(two).graph).values())
+
+
+def piece_of(function: Callable[..., Any]) -> fx.GraphModule:
+    weight, scale = fp8_quant_per_token(torch.randn(32, 16))
+    return traced(function, x=torch.randn(3, 16), w=weight, s=scale.squeeze(1))
+
+
+def test_a_norm_that_is_read_elsewhere_is_a_near_miss() -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor) -> Any:
+        normed = torch.ops.rung.rms_norm(x, w, 1e-5)
+        return *fp8_quant_per_token(normed), normed
+
+    module = traced(layer, x=torch.randn(3, 16), w=torch.rand(16))
+    assert any("rms_norm" in miss.reason for miss in misses(module, norm_quant()))
+
+
+def test_an_activation_of_two_tensors_is_found_as_transformers_writes_it() -> None:
+    def gated(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return fp8_quant_per_token(torch.nn.functional.silu(x) * y)
+
+    tensors = {"x": torch.randn(3, 16), "y": torch.randn(3, 16)}
+    module = traced(gated, **tensors)
+    assert run(module, act_mul(), act_quant())["silu_mul_quant"] == 1
+    same(module, gated, tensors)

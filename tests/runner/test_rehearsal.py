@@ -1,0 +1,101 @@
+"""After a rehearsal no step asks for a kernel that it did not ask for. Tensors have no memory, launches are noted, nothing is compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rung import torch_compat
+from rung.attention import BatchBounds
+from rung.attention.backends import triton_paged
+from rung.attention.backends.triton_paged import TritonPaged
+from rung.cli.precompile_kernels import NoTransfer
+from rung.context import set_forward_context
+from rung.graphs import Dispatch, exact
+from rung.launch import Rehearsal, rehearse_launches
+from rung.models.build import empty_model
+from rung.models.config import LlamaConfig
+from rung.passes.kernels import support
+from rung.runner import RunnerConfig
+from rung.runner.batch import dummy_batch
+from rung.runner.forward import EagerForward
+from rung.runner.model_runner import ModelRunner
+from rung.runner.ops import TritonStepOps
+from rung.runner.rehearsal import query_lens_of, rehearse
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or torch_compat.triton_interpreted(), reason="needs Triton, not its interpreter"
+)
+CONFIG = LlamaConfig(
+    vocab_size=320,
+    hidden_size=128,
+    intermediate_size=256,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=2,
+    head_size=64,
+    max_position_embeddings=512,
+)
+
+
+@pytest.fixture
+def rehearsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModelRunner, Any, Rehearsal]]:
+    """A runner of a device that is not there, inside its rehearsal, which is done."""
+    monkeypatch.setattr(triton_paged, "_processors", lambda device: 4)
+    monkeypatch.setattr(triton_paged, "_early", lambda device: True)
+    monkeypatch.setattr(support, "_why_not_device", lambda device: None)
+    module = empty_model(CONFIG, torch.bfloat16, "meta")
+    config = RunnerConfig(max_num_requests=6, max_num_tokens=80, max_model_len=512)
+    with torch.no_grad(), rehearse_launches(90) as rehearsal:
+        runner = ModelRunner(
+            module,
+            config,
+            backend=TritonPaged,
+            forward=EagerForward(module),
+            ops=TritonStepOps(),
+            num_blocks=2,
+            transfer=NoTransfer(torch.device("meta")),
+        )
+        assert rehearse(runner, module) > 4
+        yield runner, module, rehearsal
+
+
+def test_no_step_asks_for_another_kernel(rehearsed: tuple[ModelRunner, Any, Rehearsal]) -> None:
+    runner, module, rehearsal = rehearsed
+    known = set(rehearsal.wanted)
+    cases = [
+        (tokens, requests, longest)
+        for tokens in (*range(1, 13), *range(13, 81, 9))
+        for requests in {1, min(6, tokens)}
+        for longest in (1, 512)
+    ]
+    for tokens, requests, longest in cases:
+        most = -(-tokens // requests)
+        bounds = BatchBounds(num_tokens=tokens, num_requests=requests, max_query_len=most, max_seq_len=max(most, longest))
+        batch = dummy_batch(query_lens_of(bounds), decode=most == 1, max_seq_len=bounds.max_seq_len)
+        step = runner.prepare(batch, Dispatch(exact(batch.shape)))
+        with set_forward_context(step.context):
+            hidden = module(runner.buffers.input_ids[:tokens], runner.buffers.positions[:tokens])
+        module.compute_logits(hidden)
+    assert set(rehearsal.wanted) == known
+
+
+def test_no_sampling_asks_for_another_kernel(rehearsed: tuple[ModelRunner, Any, Rehearsal]) -> None:
+    runner, module, rehearsal = rehearsed
+    known = set(rehearsal.wanted)
+    for rows in range(1, 7):
+        logits = module.compute_logits(torch.empty(rows, CONFIG.hidden_size, dtype=torch.bfloat16, device="meta"))
+        batch = dummy_batch(np.ones(rows, np.int32), decode=True)
+        slots, lens = runner.buffers.idx_mapping[:rows], runner.buffers.seq_lens[:rows]
+        tokens = runner.sampler.sample(logits, slots, lens, batch).tokens
+        filtered = runner.ops.sampling.filter(logits, slots, runner.sampler._filters)
+        runner.ops.decode.pick(filtered, slots, lens, runner.sampler.rows, any_random=True)
+        for top in range(33):
+            found = runner.sampler.logprobs_of(logits, tokens, top)
+            assert found.top_ids.shape == (rows, top)
+    assert set(rehearsal.wanted) == known

@@ -56,6 +56,10 @@ class InputMismatchError(UserError, TypeError):
     """The arguments of a call do not fit the ones that were traced."""
 
 
+class FakeKernelError(UserError, RuntimeError):
+    """An op returns something else than its fake kernel said while it was traced."""
+
+
 class OutputMismatchError(UserError, RuntimeError):
     """A function that runs eagerly between pieces returned something else than it did when the plan was made."""
 

@@ -558,6 +558,39 @@ def test_autocast_runs_eagerly_with_a_reason() -> None:
     assert module(x).dtype == torch.float32
 
 
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float16])
+def test_a_call_under_another_autocast_never_meets_the_code_of_one_before(first: torch.dtype) -> None:
+    """As a second process with the same store would: nothing is traced under autocast, so nothing of it is kept."""
+    for _ in range(2):
+        module, eager = both(Net())
+        x = torch.randn(3, 8)
+        for dtype in (first, torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype):
+                assert_same(module(x), eager(x))
+        assert (module.rung.counters["eager.autocast"], traces(module)) == (3, 0)
+    assert module(x).dtype == torch.float32
+
+
+class Tagged(torch.Tensor):
+    """A subclass that changes what operations do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("when", ["before", "after the first call"])
+def test_weights_of_a_tensor_subclass_are_named(when: str) -> None:
+    module, eager = both(Net().requires_grad_(False))
+    x = torch.randn(3, 8)
+    if when != "before":
+        assert_same(module(x), eager(x))
+    for one in (module, eager):
+        one.linear.weight = nn.Parameter((eager.linear.weight.detach() * 2).as_subclass(Tagged), requires_grad=False)
+    with pytest.raises(UnsupportedModuleError, match=r"'self.linear.weight' is a Tagged, a subclass of torch.Tensor"):
+        module(x)
+
+
 class ByMode(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if self.training else x + 1

@@ -12,6 +12,7 @@ from torch import fx
 
 from rung import torch_compat
 from rung.compile.eager_break import NAMESPACE, plain_name
+from rung.compile.fake_kernels import FakeOutput
 from rung.compile.pieces import Piece, extract_piece
 from rung.compile.plan import OpCall, Step
 from rung.compile.regions import TARGET, Region
@@ -27,6 +28,7 @@ class SplitGraph:
     pieces: tuple[Piece, ...]
     steps: tuple[Step, ...]
     outputs: tuple[Any, ...]
+    fakes: dict[int, FakeOutput]  # value number -> what a fake kernel said of this output of a split op
     written: tuple[int, ...]  # value numbers of the graph's inputs that are updated in place
 
 
@@ -37,7 +39,7 @@ def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
     _refuse_constants(module.graph)
     written = _written_inputs(module.graph)
     segments = split_graph(module.graph, lambda node: is_split_op(node, split_ops))
-    builder = _Builder(module, traced.regions)
+    builder = _Builder(module, traced.regions, traced.symbols)
     for segment in segments:
         if segment.kind == "piece":
             builder.add_piece(segment)
@@ -46,7 +48,7 @@ def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     builder.add_sizes(output)
     outputs = tuple(builder.argument(item) for item in output.args[0])
-    return SplitGraph(tuple(builder.unique.values()), tuple(builder.steps), outputs, written)
+    return SplitGraph(tuple(builder.unique.values()), tuple(builder.steps), outputs, builder.fakes, written)
 
 
 def is_split_op(node: fx.Node, split_ops: Collection[str]) -> bool:
@@ -74,8 +76,10 @@ def _refuse_constants(graph: fx.Graph) -> None:
 
 
 class _Builder:
-    def __init__(self, module: fx.GraphModule, regions: Mapping[str, Region]) -> None:
+    def __init__(self, module: fx.GraphModule, regions: Mapping[str, Region], symbols: Mapping[str, str]) -> None:
         self.module = module
+        self.symbols = symbols
+        self.fakes: dict[int, FakeOutput] = {}
         self.regions = {op: (f"{TARGET}::{index}", region) for index, (op, region) in enumerate(regions.items())}
         self.numbers: dict[fx.Node, int] = {}
         self.steps: list[Step] = []
@@ -149,6 +153,11 @@ class _Builder:
         name = overload.name()
         if name.partition(".")[0] in self.regions:
             name = self.regions[name.partition(".")[0]][0]
+        else:
+            values = node.meta["example_value"] if is_tuple else [node.meta.get("example_value")]
+            for index, (number, value) in enumerate(zip(outputs, values, strict=False)):
+                if number >= 0 and isinstance(value, torch.Tensor):
+                    self.fakes[number] = FakeOutput.of(name, index, value, self.symbols)
         return OpCall(name, tuple(self.argument(value) for value in node.args), kwargs, outputs, is_tuple)
 
     def argument(self, value: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from rung import torch_compat
-from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner, profiled_step
+from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner, call_step, profiled_step
 from rung.compile.breaks import break_call, break_capture, parts
+from rung.compile.fake_kernels import FakeOutput, checking
 from rung.compile.generated import Source
 from rung.compile.plan import CompilePlan, Step
 from rung.compile.stitch import last_uses, restorer, stitch
@@ -26,6 +27,7 @@ class CompiledFunction:
         self._pieces = tuple(pieces)
         # Graphs see breaks in parts: what can be captured in every mode joins the pieces beside it.
         self._walk = [part for step in plan.steps for part in ((step,) if step.piece is not None else parts(step))]
+        self._unchecked = bool(plan.fakes)  # until the first run has looked at what breaks return
         self.rebind(owner)
 
     def rebind(self, owner: Mapping[str, Any]) -> None:
@@ -66,6 +68,8 @@ class CompiledFunction:
         return tensors[0].device if tensors else torch.device(self.plan.tensors[0][1].device)
 
     def __call__(self, *inputs: Any) -> Any:
+        if self._unchecked:
+            return self._restore(self.run_steps(inputs, call_step), inputs)
         if torch_compat.profiling():
             with torch.profiler.record_function(f"rung {self.plan.entry.rpartition(':')[2]}"):
                 return self._restore(self.run_steps(inputs, profiled_step), inputs)
@@ -76,6 +80,8 @@ class CompiledFunction:
 
     def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
         """See `BoundPlan.run_steps`."""
+        if self._unchecked:
+            runner = checking(runner, self._fakes(), self._sizes(inputs))
         values: dict[int, Any] = dict(self.weights) | dict(zip(self.arguments, inputs, strict=True))
         by_path = {(path.local, path.accesses): n for n, path in enumerate(self.plan.inputs) if path.dim is None}
         for number, path in enumerate(self.plan.inputs):
@@ -86,4 +92,16 @@ class CompiledFunction:
             values.update(zip(step.outputs, results, strict=True))
             for number in [n for n, at in self._last.items() if at == index and n >= len(self.plan.inputs)]:
                 values.pop(number, None)
+        self._unchecked = False
         return [values[output["value"]] if "value" in output else output["constant"] for output in self.plan.outputs]
+
+    def _fakes(self) -> dict[str, dict[int, FakeOutput]]:
+        """By name of a step, position in its outputs -> what a fake kernel said of it."""
+        fakes = self.plan.fakes
+        return {step.name: {i: fakes[n] for i, n in enumerate(step.outputs) if n in fakes} for step in self._walk}
+
+    def _sizes(self, inputs: Sequence[Any]) -> dict[str, int]:
+        """Sizes of the named dimensions in this call."""
+        specs = dict(self.plan.tensors)
+        given = [(specs[path], value) for n, value in zip(self.arguments, inputs, strict=True) if (path := self.plan.inputs[n]) in specs]
+        return {name: value.shape[dim] for spec, value in given for dim, name in enumerate(spec.shape) if isinstance(name, str)}

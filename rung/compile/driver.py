@@ -188,6 +188,7 @@ class Driver:
             written=graph.written,
             guards=traced.guards,
             rows=rows,
+            fakes=graph.fakes,
             regions=tuple(traced.regions.values()),
             output_dims=dims_out,
         )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rung.compile.fake_kernels import FakeOutput
 from rung.compile.guards import NO_GUARDS, GuardSet
 from rung.compile.paths import Path
 from rung.compile.regions import Region
@@ -74,6 +75,7 @@ class CompilePlan:
     written: tuple[int, ...] = ()  # value numbers of the graph's inputs that are updated in place
     guards: GuardSet = NO_GUARDS  # what the trace has read besides its arguments
     rows: Mapping[str, Verdict | None] = field(default_factory=dict)  # dimension to be padded -> None when its rows are independent
+    fakes: Mapping[int, FakeOutput] = field(default_factory=dict)  # value number -> what a fake kernel said of an output of a break
     regions: tuple[Region, ...] = ()  # what runs eagerly because it would not trace
     output_dims: tuple[Mapping[int, str], ...] = ()  # for each flat output the names of its dynamic dimensions
 
@@ -92,6 +94,7 @@ class CompilePlan:
             "written": list(self.written),
             "guards": self.guards.to_json(),
             "rows": {name: verdict and verdict.to_json() for name, verdict in self.rows.items()},
+            "fakes": [[number, fake.to_json()] for number, fake in self.fakes.items()],
             "regions": [region.to_json() for region in self.regions],
             "output_dims": [[[dim, name] for dim, name in dims.items()] for dims in self.output_dims],
         }
@@ -111,6 +114,7 @@ class CompilePlan:
             written=tuple(data["written"]),
             guards=GuardSet.from_json(data["guards"]),
             rows={name: verdict and Verdict.from_json(verdict) for name, verdict in data["rows"].items()},
+            fakes={number: FakeOutput.from_json(item) for number, item in data["fakes"]},
             regions=tuple(Region.from_json(item) for item in data["regions"]),
             output_dims=tuple(dict(dims) for dims in data["output_dims"]),
         )

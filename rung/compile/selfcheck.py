@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rung import torch_compat
+from rung.compile.fake_kernels import CheckedInterpreter
 from rung.compile.pieces import Piece
 from rung.compile.split import mutates
 from rung.errors import InternalError
@@ -36,7 +37,7 @@ def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any]) -> None:
             for node, weight in zip(placeholders, weights, strict=True)
         ]
         runs: dict[str, Callable[[], Sequence[Any]]] = {
-            "graph": lambda: piece.graph_module(*_own(values, in_place)),  # noqa: B023 - called in this iteration
+            "graph": lambda: CheckedInterpreter(piece.graph_module).run(*_own(values, in_place)),  # noqa: B023 - called in this iteration
             "wrapper": lambda: artifact(*_own(values, in_place)),  # noqa: B023
             "raw entry": lambda: raw(_own(values, in_place)),  # noqa: B023
         }

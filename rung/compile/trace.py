@@ -88,6 +88,7 @@ def _trace_once(
     owner = getattr(function, "__self__", None)
     full = dict(example) if owner is None else {self_name(function): owner, **example}
     _check_reachable(inputs, full)
+    _refuse_subclasses(inputs, full)
     refuse_sizes_of_values(capture, _name(function))
     symbols, bounds, unified = audit_symbols(capture, inputs, dynamic, maximum, _name(function))
     template = _record_template(capture, function, inputs, full, args, kwargs, owner)
@@ -180,6 +181,18 @@ def _check_reachable(inputs: tuple[Path, ...], locals_: Mapping[str, Any]) -> No
                 f"the graph reads {path.dotted()!r}, which cannot be found again on the module or its arguments",
                 hint="register the tensor as a parameter or buffer, or pass it as an argument",
             ) from None
+
+
+def _refuse_subclasses(inputs: tuple[Path, ...], locals_: Mapping[str, Any]) -> None:
+    """A piece is called below everything that gives a tensor subclass its meaning."""
+    for path in inputs:
+        value = path.resolve(locals_)
+        plain = not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, nn.Parameter) or torch_compat.is_fake(value)
+        if not plain:
+            raise UnsupportedModuleError(
+                f"{path.dotted()!r} is a {type(value).__qualname__}, a subclass of torch.Tensor, which pieces cannot take",
+                hint="use the model without it (for example not quantised), or call the part that needs it in a rung.eager_break",
+            )
 
 
 def _record_template(

@@ -28,6 +28,7 @@ PROBES = (
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch.utils._python_dispatch._disable_current_modes",
     "torch.cuda._sleep",
+    "torch._prims_common.is_contiguous_or_false",
     "torch._scaled_mm",
     "torch.autograd.profiler._is_profiler_enabled",
 )

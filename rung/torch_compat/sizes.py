@@ -89,3 +89,10 @@ def evaluate_size(value: Any, size: int) -> Any:
 
 def is_sym_int_node(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.SymInt)
+
+
+def is_surely_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a traced tensor is contiguous for every size; the public question may need a size that is not there."""
+    from torch._prims_common import is_contiguous_or_false
+
+    return bool(is_contiguous_or_false(tensor))

@@ -46,6 +46,10 @@ _define(
     "write(Tensor x, Tensor(a!) out, float scale=1.0) -> ()", lambda x, out, scale=1.0: (out.copy_(x * scale), None)[1], lambda *_: None
 )
 _define("first_rows(Tensor x, SymInt rows) -> Tensor", lambda x, rows: x[:rows].clone(), lambda x, rows: x.new_empty(rows, x.shape[1]))
+_define("lies_size(Tensor x) -> Tensor", lambda x: x[:, :-1].clone(), lambda x: torch.empty_like(x))
+_define("lies_rows(Tensor x) -> (Tensor, Tensor)", lambda x: (x + 1, x[1:].clone()), lambda x: (torch.empty_like(x), torch.empty_like(x)))
+_define("lies_dtype(Tensor x) -> Tensor", lambda x: x.double(), lambda x: torch.empty_like(x))
+_define("lies_stride(Tensor x) -> Tensor", lambda x: x.t().contiguous().t(), lambda x: x.new_empty(x.shape))
 _define("host_scale(Tensor x) -> Tensor", lambda x: x * HOST_FACTOR["factor"], tags=(torch.Tag.cudagraph_unsafe,))
 
 
@@ -96,6 +100,7 @@ def uncompiled(
         outputs=graph.outputs,
         template=traced.template,
         sources=traced.sources,
+        fakes=graph.fakes,
         rows=rows,
         output_dims=names,
     )

@@ -26,7 +26,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
 def test_pieces_and_breaks_appear_by_name(module: torch.nn.Module) -> None:
     x = torch.randn(3, 8)
     expected = module(x)
-    with profile(activities=[ProfilerActivity.CPU]) as run:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as run:
         assert torch.equal(module(x), expected)
     names = [event.name for event in run.events() if event.name.startswith("rung ")]
     assert names == ["rung Block.forward", "rung piece piece_00", "rung break write_00", "rung piece piece_01"]

@@ -96,3 +96,30 @@ def test_stream_of_the_caller() -> None:
         actual = module(x)
     stream.synchronize()
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+class Pitch(torch.nn.Module):
+    """Positions that are columns of a wider buffer, a width that Inductor would pad, a value used before and behind the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(1048)
+        self.table = torch.nn.Parameter(torch.randn(64, 1048))
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(x + self.table[positions].sum(0))  # [rows, 1048]
+        out = torch.empty_like(hidden)
+        torch.ops.rungtest.write(hidden * 2, out)
+        return hidden + self.norm(out)
+
+
+@pytest.mark.parametrize("maximum", [None, 40])
+def test_strides_of_what_crosses_a_cut(maximum: int | None) -> None:
+    eager = Pitch().to("cuda").eval().requires_grad_(False)
+    dynamic = {"x": {0: "rows"}, "positions": {1: "rows"}}
+    module = rung.wrap(copy.deepcopy(eager), dynamic=dynamic, maximum=maximum, split_ops=("rungtest::write",))
+    buffer = torch.randint(0, 64, (3, 41), device="cuda")
+    for rows in (40, 17, 1):
+        x = torch.randn(rows, 1048, device="cuda")
+        torch.testing.assert_close(module(x, buffer[:, :rows]), eager(x, buffer[:, :rows]), rtol=1e-4, atol=1e-4)
+    assert module.rung.counters[Count.DYNAMO_TRACES] == 1

@@ -21,7 +21,8 @@ _TORCH = (torch.dtype, torch.layout, torch.memory_format, torch.Size)
 def describe(value: Any) -> Any:
     """[tag, text], or None when there is nothing to compare by value (an object that is only equal to itself)."""
     if isinstance(value, torch.Tensor):
-        return ["tensor", tensor_layout(value)]
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter) or torch_compat.is_fake(value)
+        return ["tensor", tensor_layout(value) if plain else f"{_qualified(type(value))} {tensor_layout(value)}"]
     if isinstance(value, enum.Enum):
         return ["enum", f"{type(value).__qualname__}.{value.name}"]
     if isinstance(value, (*_PLAIN, *_TORCH)):

@@ -132,7 +132,7 @@ def test_a_built_runner_reports_the_terms(monkeypatch: pytest.MonkeyPatch) -> No
     assert start.capture is not None
     assert start.capture.memory is not None
     assert start.capture.memory.total_bytes == pytest.approx(start.memory.graphs_bytes, rel=0.1)
-    assert set(start.seconds) == {"compile", "allocate", "profile", "capture"}
+    assert set(start.seconds) == {"compile", "load kernels", "allocate", "profile", "capture"}
 
 
 # --- budget ---

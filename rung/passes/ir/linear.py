@@ -77,14 +77,14 @@ _TOLERANCE = {torch.bfloat16: 1e-2}  # a rounding or two of bf16 (4e-3 each) on 
 LINEAR = define_ir_op(
     "linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",
     linear_body,
-    (Provider("triton", projections.why_not_linear, projections.linear, projections.describe_linear),),
+    (Provider("triton", projections.why_not, projections.linear, projections.describe_linear),),
     tolerance=_TOLERANCE,
     sample=_linear_sample,
 )
 NORM_LINEAR = define_ir_op(
     "norm_linear(Tensor x, Tensor norm_weight, float epsilon, Tensor weight, Tensor? bias, str activation) -> Tensor",
     norm_linear_body,
-    (Provider("triton", projections.why_not_norm_linear, projections.norm_linear, projections.describe_norm_linear),),
+    (Provider("triton", projections.why_not, projections.norm_linear, projections.describe_norm_linear),),
     tolerance=_TOLERANCE,
     sample=_norm_linear_sample,
 )
@@ -92,7 +92,7 @@ LINEAR_NORM_LINEAR = define_ir_op(
     "linear_norm_linear(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight, float epsilon, Tensor next_weight, "
     "Tensor? next_bias, str activation) -> (Tensor, Tensor)",
     linear_norm_linear_body,
-    (Provider("triton", projections.why_not_linear_norm_linear, projections.linear_norm_linear, projections.describe_linear_norm_linear),),
+    (Provider("triton", projections.why_not, projections.linear_norm_linear, projections.describe_linear_norm_linear),),
     tolerance=_TOLERANCE,
     sample=_linear_norm_linear_sample,
 )

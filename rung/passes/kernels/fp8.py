@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from rung.passes.kernels import launches
 from rung.passes.kernels.fp8_launches import Quantised, add_norm_quantise, quantise
 from rung.passes.kernels.launches import Surroundings, Tiles
-from rung.passes.kernels.support import why_not_fp8
+from rung.passes.kernels.support import is_programmatic, rows_of, why_not_fp8
 from rung.passes.kernels.tiles import most_rows, tiles_for
 from rung.torch_compat import scaled_mm
 
@@ -66,10 +66,10 @@ def linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: 
     if x_scale is None:
         tiles = tiles_for(*x.shape[:1], *weight.shape, fp8=True)
         if tiles is not None:
-            return launches.product(_rows(x), weight, Surroundings(bias=bias, weight_scale=weight_scale), tiles)
+            return launches.product(rows_of(x), weight, Surroundings(bias=bias, weight_scale=weight_scale), tiles)
         return F.linear(x, _dequantised(given), bias)
     rows = x_scale.expand(x.shape[0], 1) if x_scale.numel() == 1 else x_scale
-    return _scaled(Quantised(_rows(x), rows.t().contiguous().t()), given)
+    return _scaled(Quantised(rows_of(x), rows.t().contiguous().t()), given)
 
 
 # --- joined --------------------------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def quant_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, input_scale: Scale, bias: Scale, activation: str, group: int
 ) -> torch.Tensor:
     given = Weight(weight, weight_scale, input_scale, bias)
-    return _activated(_product(_rows(x), given, group, activation), activation)
+    return _activated(_product(rows_of(x), given, group, activation), activation)
 
 
 def norm_linear(
@@ -142,22 +142,22 @@ def norm_linear(
     activation: str,
     group: int,
 ) -> torch.Tensor:
-    x, given = _rows(x), Weight(weight, weight_scale, input_scale, bias)
+    x, given = rows_of(x), Weight(weight, weight_scale, input_scale, bias)
     product, _ = _normed_product(x, None, norm_weight, epsilon, given, activation, group)
     return _activated(product, activation)
 
 
 def linear_norm_linear(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    product, hidden = _linear_norm_linear(_rows(x), *args)
+    product, hidden = _linear_norm_linear(rows_of(x), *args)
     return _activated(product, args[11]), hidden
 
 
 def block(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = halves(args)
-    middle, residual = _linear_norm_linear(_rows(x), *first)
+    middle, residual = _linear_norm_linear(rows_of(x), *first)
     down, activation, group = Weight(*second[:4]), first[11], first[12]
     if isinstance(middle, _Unactivated) and _tiles(x.shape[0], down, "", splittable=True) is None:
-        quantised = quantise(middle.product, down.input_scale, group, activation=activation, programmatic=_programmatic(x))
+        quantised = quantise(middle.product, down.input_scale, group, activation=activation, programmatic=is_programmatic(x))
         product, hidden = _linear_norm_linear(quantised, *with_residual(second, residual))
     else:
         product, hidden = _linear_norm_linear(_activated(middle, activation), *with_residual(second, residual))
@@ -190,7 +190,7 @@ def _linear_norm_linear(
     group: int,
 ) -> tuple[torch.Tensor | _Unactivated, torch.Tensor]:
     first, second = Weight(weight, weight_scale, input_scale, bias), Weight(next_weight, next_weight_scale, next_input_scale, next_bias)
-    residual = _rows(residual)
+    residual = rows_of(residual)
     if residual.shape[0] == 1:
         hidden = _product(x, first, group, "", residual=residual)
         assert isinstance(hidden, torch.Tensor)
@@ -211,7 +211,7 @@ def _normed_product(
     group: int,
     bias: Scale = None,  # of x, where that is the parts of a product
 ) -> tuple[torch.Tensor | _Unactivated, torch.Tensor]:
-    rows, programmatic = x.shape[-2], _programmatic(x)
+    rows, programmatic = x.shape[-2], is_programmatic(x)
     if rows == 1 and residual is None:
         return _product(x, weight, group, activation, norm_weight=norm_weight, epsilon=epsilon), x
     if _tiles(rows, weight, activation) is None and _takes_quantised(weight):
@@ -239,13 +239,13 @@ def _product(
     if not _takes_quantised(weight):
         result = F.linear(x, _dequantised(weight), weight.bias)
         return _Unactivated(result) if activation else result
-    return _product(quantise(x, weight.input_scale, group, programmatic=_programmatic(x)), weight, group, activation)
+    return _product(quantise(x, weight.input_scale, group, programmatic=is_programmatic(x)), weight, group, activation)
 
 
 def _activated(made: torch.Tensor | _Unactivated, activation: str) -> torch.Tensor:
     if isinstance(made, torch.Tensor):
         return made
-    return launches.activate(made.product, activation, programmatic=_programmatic(made.product))
+    return launches.activate(made.product, activation, programmatic=is_programmatic(made.product))
 
 
 def _scaled(x: Quantised, weight: Weight) -> torch.Tensor:
@@ -269,7 +269,7 @@ def _dequantised(weight: Weight) -> torch.Tensor:
 def _tiles(rows: int, weight: Weight, activation: str, *, splittable: bool = False) -> Tiles | None:
     n, k = weight.values.shape
     n //= 2 if activation else 1
-    programmatic = _programmatic(weight.values)
+    programmatic = is_programmatic(weight.values)
     return tiles_for(rows, n, k, activation=activation, splittable=splittable, programmatic=programmatic, fp8=True)
 
 
@@ -282,11 +282,3 @@ def _describe(weight: torch.Tensor, weight_scale: torch.Tensor, activation: str,
 
 def _many(weight: torch.Tensor, weight_scale: torch.Tensor) -> str:
     return "_scaled_mm" if _takes_quantised(Weight(weight, weight_scale, None, None)) else "bf16 by cuBLAS"
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _programmatic(x: torch.Tensor) -> bool:
-    return x.device.type == "cuda"  # Triton's interpreter knows no programmatic launch

@@ -6,61 +6,33 @@ parts to the kernel that adds the residual and norms. Many rows: cuBLAS, and one
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from rung.passes.kernels import launches
 from rung.passes.kernels.launches import Surroundings
-from rung.passes.kernels.support import why_not_triton
+from rung.passes.kernels.support import is_programmatic, rows_of, why_not_triton
 from rung.passes.kernels.tiles import most_rows, tiles_for
 
 
-def why_not_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> str | None:
-    return why_not_triton(x, weight, bias)
+def why_not(*args: Any) -> str | None:
+    """Of any of the three ops."""
+    return why_not_triton(*(arg for arg in args if isinstance(arg, torch.Tensor)))
 
 
-def why_not_norm_linear(
-    x: torch.Tensor, norm_weight: torch.Tensor, epsilon: float, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
-) -> str | None:
-    return why_not_triton(x, weight, bias, norm_weight)
-
-
-def why_not_linear_norm_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    epsilon: float,
-    next_weight: torch.Tensor,
-    next_bias: torch.Tensor | None,
-    activation: str,
-) -> str | None:
-    return why_not_triton(x, weight, bias, residual, norm_weight, next_weight, next_bias)
-
-
-def describe_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> str:
+def describe_linear(*args: Any) -> str:
+    _, weight, _, activation = args
     return describe(weight, activation)
 
 
-def describe_norm_linear(
-    x: torch.Tensor, norm_weight: torch.Tensor, epsilon: float, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
-) -> str:
-    return describe(weight, activation)
+def describe_norm_linear(*args: Any) -> str:
+    return describe_linear(args[0], *args[3:])
 
 
-def describe_linear_norm_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    epsilon: float,
-    next_weight: torch.Tensor,
-    next_bias: torch.Tensor | None,
-    activation: str,
-) -> str:
-    return f"{describe(weight, '', splittable=True)}; {describe(next_weight, activation)}"
+def describe_linear_norm_linear(*args: Any) -> str:
+    return f"{describe(args[1], '', splittable=True)}; {describe_linear(args[0], *args[6:])}"
 
 
 def describe(weight: torch.Tensor, activation: str, *, splittable: bool = False) -> str:
@@ -71,16 +43,16 @@ def describe(weight: torch.Tensor, activation: str, *, splittable: bool = False)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    return _product(_rows(x), weight, Surroundings(bias=bias, activation=activation))
+    return _product(rows_of(x), weight, Surroundings(bias=bias, activation=activation))
 
 
 def norm_linear(
     x: torch.Tensor, norm_weight: torch.Tensor, epsilon: float, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
-    x = _rows(x)
+    x = rows_of(x)
     if x.shape[0] == 1:
         return _product(x, weight, Surroundings(bias=bias, activation=activation, norm_weight=norm_weight, epsilon=epsilon))
-    normed, _ = launches.add_norm(x, None, norm_weight, epsilon, programmatic=_programmatic(x))
+    normed, _ = launches.add_norm(x, None, norm_weight, epsilon, programmatic=is_programmatic(x))
     return _product(normed, weight, Surroundings(bias=bias, activation=activation))
 
 
@@ -95,14 +67,14 @@ def linear_norm_linear(
     next_bias: torch.Tensor | None,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x, residual = _rows(x), _rows(residual)
+    x, residual = rows_of(x), rows_of(residual)
     if x.shape[0] == 1:
         hidden = _product(x, weight, Surroundings(bias=bias, residual=residual))
         around = Surroundings(bias=next_bias, activation=activation, norm_weight=norm_weight, epsilon=epsilon)
         return _product(hidden, next_weight, around), hidden
     parts = _product(x, weight, Surroundings(bias=bias), splittable=True)
     left = bias if parts.dim() == 3 else None  # the bias of a split product is added behind its sum
-    normed, hidden = launches.add_norm(parts, residual, norm_weight, epsilon, left, programmatic=_programmatic(x))
+    normed, hidden = launches.add_norm(parts, residual, norm_weight, epsilon, left, programmatic=is_programmatic(x))
     return _product(normed, next_weight, Surroundings(bias=next_bias, activation=activation)), hidden
 
 
@@ -110,7 +82,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, *, spl
     """[rows, n], or, where it is splittable, perhaps the parts [splits, rows, n] without the bias."""
     rows, k = x.shape
     n = weight.shape[0] // (2 if around.activation else 1)
-    programmatic = _programmatic(x)
+    programmatic = is_programmatic(x)
     tiles = tiles_for(rows, n, k, activation=around.activation, splittable=splittable, programmatic=programmatic)
     if tiles is not None:
         return launches.product(x, weight, around, tiles)
@@ -118,11 +90,3 @@ def _product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, *, spl
     assert around.residual is None, "one row always has tiles"
     result = F.linear(x, weight, around.bias)
     return launches.activate(result, around.activation, programmatic=programmatic) if around.activation else result
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _programmatic(x: torch.Tensor) -> bool:
-    return x.device.type == "cuda"  # Triton's interpreter knows no programmatic launch

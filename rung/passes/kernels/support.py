@@ -1,4 +1,4 @@
-"""What our kernels take."""
+"""What our kernels take, and how."""
 
 from __future__ import annotations
 
@@ -58,3 +58,13 @@ def _why_not_device(device: torch.device) -> str | None:
     if capability != _TUNED:
         return f"the tiles were chosen for compute capability 9.0, not {capability[0]}.{capability[1]}"
     return None
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, k] with the elements of a row side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def is_programmatic(x: torch.Tensor) -> bool:
+    """Whether kernels over x are launched programmatically; Triton's interpreter knows no such launch."""
+    return x.device.type == "cuda"

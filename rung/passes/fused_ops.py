@@ -6,22 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from rung.passes.ir import FP8_QUANT_GROUP, FP8_QUANT_PER_TOKEN, FP8_QUANT_STATIC, GELU_AND_MUL, RMS_NORM, SILU_AND_MUL, IROp, define_ir_op
+from rung.passes.ir.activation import gelu_mul, silu_mul
 
 
 def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + residual
     return RMS_NORM.body(total, weight, epsilon), total
-
-
-def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return F.silu(gate) * up
-
-
-def _gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return F.gelu(gate, approximate="tanh") * up
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -46,8 +38,8 @@ def _qk_norm_rope(
 FUSED_ADD_RMS_NORM = define_ir_op(
     "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor, Tensor)", _add_rms_norm
 )
-SILU_MUL = define_ir_op("silu_mul(Tensor gate, Tensor up) -> Tensor", _silu_mul)
-GELU_MUL = define_ir_op("gelu_mul(Tensor gate, Tensor up) -> Tensor", _gelu_mul)
+SILU_MUL = define_ir_op("silu_mul(Tensor gate, Tensor up) -> Tensor", silu_mul)
+GELU_MUL = define_ir_op("gelu_mul(Tensor gate, Tensor up) -> Tensor", gelu_mul)
 QK_NORM_ROPE = define_ir_op(
     "qk_norm_rope(Tensor query, Tensor key, Tensor query_weight, Tensor key_weight, Tensor cos, Tensor sin, float epsilon)"
     " -> (Tensor, Tensor)",

@@ -129,6 +129,7 @@ class ModelRunner:
         self.kv_caches = {}
         self.num_blocks = num_blocks
         self.kv_caches = allocate_kv_caches(self.layers, self.kv_groups, num_blocks, self.config, self.cache_dtype, self.device)
+        self._group_blocks = [self.kv_caches[group.layers[0]].key.shape[0] for group in self.kv_groups]
         self._bind_layers(self._backend)
 
     @functools.cached_property
@@ -158,7 +159,7 @@ class ModelRunner:
         self._check_bound()
         changes = changes_slots(plan)
         repeated = None if changes else self._batches.repeated(plan)
-        self._checker.check(plan, [self.kv_caches[group.layers[0]].key.shape[0] for group in self.kv_groups], repeated)
+        self._checker.check(plan, self._group_blocks, repeated)
         try:
             if changes:
                 self._inputs.forget()

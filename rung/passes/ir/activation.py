@@ -8,14 +8,20 @@ import torch.nn.functional as F
 from rung.passes.ir.op import define_ir_op
 
 
-def silu_body(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def gelu_body(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
+def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
+
+
+def silu_body(x: torch.Tensor) -> torch.Tensor:
+    return silu_mul(*x.chunk(2, dim=-1))
+
+
+def gelu_body(x: torch.Tensor) -> torch.Tensor:
+    return gelu_mul(*x.chunk(2, dim=-1))
 
 
 SILU_AND_MUL = define_ir_op("silu_and_mul(Tensor x) -> Tensor", silu_body)

@@ -33,9 +33,11 @@ class PinnedPool:
         """`source` for work that is enqueued inside, on the current stream."""
         buffer = self._take(source.size)
         buffer.host[: source.size] = source
-        yield buffer.mapped[: source.size]
-        buffer.event.record()
-        self._back.append(buffer)
+        try:
+            yield buffer.mapped[: source.size]
+        finally:  # also what failed may have enqueued a reader
+            buffer.event.record()
+            self._back.append(buffer)
 
     def _take(self, size: int) -> _Buffer:
         for index, buffer in enumerate(self._back):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -130,6 +131,9 @@ def build_engine(
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
     )
+    if config.freeze_heap:
+        gc.collect()
+        gc.freeze()
     return engine, runner, start
 
 

@@ -45,6 +45,9 @@ class RunnerConfig:
     attention_backend: str = "auto"
     on_address_change: AddressPolicy = "raise"  # when a weight or cache that graphs read was replaced: also "recapture", or "none" (graphs)
     eager: bool = False  # run the model uncompiled
+    # `build_engine` ends with `gc.freeze()`: a full collection walks all of torch, 100 to 300 ms in the midst of serving. It holds for the
+    # whole process, and what exists then is never collected again, so it is for processes that serve one engine.
+    freeze_heap: bool = False
 
     def __post_init__(self) -> None:
         if self.graphs not in get_args(Mode):

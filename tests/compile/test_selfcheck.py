@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rung.compile.selfcheck import _copy
+from rung.compile.selfcheck import _agree, _copy
 
 
 def test_copies_keep_the_layout_that_a_piece_was_compiled_for() -> None:
@@ -14,3 +14,10 @@ def test_copies_keep_the_layout_that_a_piece_was_compiled_for() -> None:
     assert copy.stride() == view.stride() != view.clone().stride()
     assert torch.equal(copy, view)
     assert copy.data_ptr() != view.data_ptr()
+
+
+def test_what_is_rounded_to_e4m3_may_differ_by_its_steps() -> None:
+    want = torch.randn(64)
+    assert not _agree(want, want * 1.05, 0.0)
+    assert _agree(want, want * 1.05, 0.1)
+    assert not _agree(want, want * 1.2, 0.1)

@@ -97,6 +97,19 @@ def test_product_by_an_e4m3_weight(tiles: Tiles, rows: int, squares: bool, activ
     torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("tiles", "rows"), [(TILES, 3), (SWAPPED, 17)], ids=["plain", "swapped"])
+@pytest.mark.parametrize("squares", [False, True], ids=["outputs", "squares"])
+@pytest.mark.parametrize("activation", ["", "silu"])
+def test_product_of_e4m3_rows(tiles: Tiles, rows: int, squares: bool, activation: str) -> None:
+    (weight, scale), (x, x_scale) = weight_of(256, 256, squares), wanted_of(torch.randn(rows, 256) * 0.1, "group" if squares else "token")
+    around = Surroundings(x_scale=x_scale.t().contiguous().t(), weight_scale=scale, activation=activation)
+    found = product(x, weight, around, tiles)
+    assert found.dtype == torch.bfloat16
+    wide = x.double().unflatten(1, (x_scale.shape[1], -1)) * x_scale.unsqueeze(2)
+    wanted = BODIES[activation](wide.flatten(1) @ dequantised(weight, scale).double().T)
+    assert (found.double() - wanted).norm() <= 1.5e-2 * wanted.norm()  # the interpreter cuts to bf16
+
+
 def test_parts_of_a_split_product_are_scaled() -> None:
     x, (weight, scale) = torch.randn(3, 64), weight_of(32, 64, squares=False)
     parts = product(x, weight, Surroundings(weight_scale=scale), SPLIT)

@@ -31,7 +31,7 @@ from rung.launch.specialise import OPTIONS, specialise
 from rung.models.random import SHAPES
 from rung.passes.kernels import launches
 from rung.passes.kernels.launches import Surroundings, Tiles
-from rung.passes.kernels.tiles import tiles_for
+from rung.passes.kernels.tiles import Dtypes, tiles_for
 
 BYTES_A_US = 4.2e6
 SHARED_LIMIT = 225 * 1024
@@ -162,7 +162,7 @@ def image_of(case: Case, rows: int, tiles: Tiles) -> tuple[Any, ...]:
 
 
 def in_use(case: Case, rows: int) -> list[Tiles]:
-    tiles = tiles_for(rows, case.n, case.k, activation=case.activation, splittable=case.splittable, fp8=case.fp8)
+    tiles = tiles_for(rows, case.n, case.k, activation=case.activation, splittable=case.splittable, fp8=Dtypes(case.fp8, case.fp8))
     return [] if tiles is None else [tiles]
 
 

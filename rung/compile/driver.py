@@ -25,6 +25,7 @@ from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
 from rung.compile.fingerprint import fingerprint
+from rung.compile.garbage import without_collections
 from rung.compile.guards import Roots
 from rung.compile.paths import Path
 from rung.compile.piece_compiler import MISS_HINT, PieceCompiler
@@ -54,6 +55,7 @@ class Driver:
         self.pieces = PieceCompiler(config, store, counters)
         self.plans = StoredPlans(store)
 
+    @without_collections()
     def compile(
         self, function: Callable[..., Any], locals_: Mapping[str, Any], tensors: Sequence[tuple[Path, torch.Tensor]], dims: DynamicDims
     ) -> tuple[CompiledFunction, CompileReport]:
@@ -62,7 +64,10 @@ class Driver:
         `tensors` are the tensor arguments, `dims` the dynamic dimensions as argument -> {dim: name}."""
         report = CompileReport()
         owner = _owner(function)
-        factors, opaque = self._plan_factors(function, locals_, tensors, dims)
+        with report.clock("import Dynamo"), torch_compat.quiet_compiler():
+            torch_compat.import_keys()
+        with report.clock("keys"):
+            factors, opaque = self._plan_factors(function, locals_, tensors, dims)
         report.plan_key = key_of(factors.values())
         report.dump = Dump.of(_entry_name(function), report.plan_key)
         roots = Roots(function)
@@ -165,6 +170,7 @@ class Driver:
             torch_compat.import_tracer()
         with report.clock("import Inductor"), torch_compat.quiet_compiler():
             torch_compat.import_inductor()
+        torch_compat.hash_compilers()
         with report.clock("trace"), torch_compat.quiet_compiler():
             traced = (trace_with_breaks if self.config.breaks == "auto" else trace)(function, locals_, dims, maximum=self.config.maximum)
             self.counters.add(Count.DYNAMO_TRACES)

@@ -17,7 +17,7 @@ from rung.torch_compat.capture import (
     readable,
     where_fixed,
 )
-from rung.torch_compat.compiler import compile_lock, import_inductor, import_tracer, quiet_compiler
+from rung.torch_compat.compiler import compile_lock, hash_compilers, import_inductor, import_keys, import_tracer, quiet_compiler
 from rung.torch_compat.dispatch import (
     OpOverload,
     TorchDispatchMode,
@@ -108,7 +108,9 @@ __all__ = [
     "has_function_modes",
     "in_dispatch_mode",
     "graph_pass",
+    "hash_compilers",
     "import_inductor",
+    "import_keys",
     "import_tracer",
     "is_capture_error",
     "is_fake",

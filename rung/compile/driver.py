@@ -32,7 +32,7 @@ from rung.compile.piece_compiler import MISS_HINT, PieceCompiler
 from rung.compile.plan import CompilePlan, TensorSpec
 from rung.compile.report import CompileReport
 from rung.compile.rows import Verdicts, output_dims, prove_rows
-from rung.compile.selfcheck import check_piece
+from rung.compile.selfcheck import Case, check_pieces
 from rung.compile.signature import self_name
 from rung.compile.sources import type_refs
 from rung.compile.stored_plans import StoredPlans
@@ -204,8 +204,7 @@ class Driver:
             with report.clock("save"):
                 seconds = {**report.seconds, "compile": report.piece_seconds}
                 self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes))
-        with report.clock("compare once"):
-            self._check(graph, plan, blobs, _owner(function))
+        self._check(graph, plan, blobs, _owner(function), report)
         return plan, blobs
 
     def _prove(self, traced: TracedGraph, report: CompileReport) -> Verdicts:
@@ -226,7 +225,7 @@ class Driver:
         graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         pieces, blobs, _ = self._compile_pieces(graph, traced, device, report, dump)
         plan = CompilePlan("", traced.inputs, (), {}, pieces, graph.steps, graph.outputs, traced.template, ())
-        self._check(graph, plan, blobs, {})
+        self._check(graph, plan, blobs, {}, report)
         return self._load(plan, blobs, {}, report)
 
     def _compile_pieces(
@@ -249,14 +248,19 @@ class Driver:
         shape = tuple(named[dim] if named.get(dim) in traced.bounds else extent for dim, extent in enumerate(tensor.shape))
         return TensorSpec(str(tensor.dtype), tensor.device.type, shape)
 
-    def _check(self, graph: SplitGraph, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any]) -> None:
+    def _check(
+        self, graph: SplitGraph, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport
+    ) -> None:
+        cases: list[Case] = []
         for index, piece in enumerate(graph.pieces):
             step = next(step for step in plan.steps if step.piece == index)
             weights = [
                 plan.inputs[n].resolve(owner) if n < len(plan.inputs) and plan.inputs[n].local in owner else None for n in step.inputs
             ]
             if not any(map(torch_compat.is_fake, weights)):  # a build without the device can run nothing
-                check_piece(piece, blobs[plan.pieces[index][1]], weights)
+                cases.append((piece, blobs[plan.pieces[index][1]], weights))
+        check_pieces(cases, report)
+        for piece in graph.pieces:
             piece.graph_module.graph = torch.fx.Graph()  # the fake tensors on its nodes keep the whole trace alive
 
     # --- load ------------------------------------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ from rung.torch_compat.triton_compile import (
     why_no_triton_export,
 )
 from rung.torch_compat.user_code import is_user_file, place
+from rung.torch_compat.workers import compile_workers
 
 __all__ = [
     "scaled_mm",
@@ -96,6 +97,7 @@ __all__ = [
     "compile_lock",
     "compile_piece",
     "compile_triton",
+    "compile_workers",
     "deserialize_artifact",
     "device_factors",
     "end_allocation_to_pool",

@@ -22,6 +22,8 @@ PROBES = (
     "torch._inductor.output_code.CompiledFxGraph",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch._inductor.decomposition.select_decomp_table",
+    "torch._inductor.async_compile.AsyncCompile",
+    "torch._inductor.async_compile.get_compile_threads",
     "torch._inductor.codecache.CacheBase",
     "torch._inductor.codecache.torch_key",
     "torch._inductor.config.save_config_portable",

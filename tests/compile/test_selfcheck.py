@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+import pytest
 import torch
 
+import rung
+from rung import torch_compat
+from rung.compile import driver, selfcheck
+from rung.compile.report import CompileReport
 from rung.compile.selfcheck import _copy
+from rung.passes.ir import linear
+from rung.passes.kernels import support
 
 
 def test_copies_keep_the_layout_that_a_piece_was_compiled_for() -> None:
@@ -14,3 +23,28 @@ def test_copies_keep_the_layout_that_a_piece_was_compiled_for() -> None:
     assert copy.stride() == view.stride() != view.clone().stride()
     assert torch.equal(copy, view)
     assert copy.data_ptr() != view.data_ptr()
+
+
+class Product(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(128, 64, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None or torch_compat.triton_interpreted(), reason="needs Triton")
+def test_the_kernels_of_a_comparison_are_found_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_why_not_device", lambda device: None)
+    noted: list[set[str]] = []
+
+    def check(cases: list[selfcheck.Case], report: CompileReport) -> None:
+        rehearsal = selfcheck.find_kernels(cases, 90)
+        noted.extend({launcher.name} for launcher, _, _ in rehearsal.wanted.values())
+
+    monkeypatch.setattr(driver, "check_pieces", check)
+    module = Product()
+    rung.wrap(module, dynamic={"x": {0: "rows"}})
+    module.rung._entry.prepare_call(torch.randn(4, 64, dtype=torch.bfloat16))  # type: ignore[operator, union-attr]
+    assert noted == [{"vector_kernel"}, {"product_kernel"}]  # one row, and three

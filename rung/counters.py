@@ -31,6 +31,7 @@ class Count(StrEnum):
     ARTIFACT_LOADS = "artifact_loads"
     ARTIFACT_WRITES = "artifact_writes"
     GUARD_RETRACES = "guard_retraces"  # traces made because something that an earlier one has read was changed
+    UNFORESEEN_KERNELS = "unforeseen_kernels"  # starts that could not tell which kernels they need, and built them one by one
     EAGER_CALLS = "eager_calls"
     CAPTURES = "captures"
     REPLAYS = "replays"

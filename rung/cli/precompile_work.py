@@ -13,7 +13,6 @@ from rung import torch_compat
 from rung.cli import assembly
 from rung.cli.options import resolve_device, resolve_dtype
 from rung.cli.precompile_jobs import Job
-from rung.cli.precompile_kernels import build_kernels
 from rung.cli.targets import growing_dims, is_module_target, open_module
 from rung.compile.report import CompileReport
 from rung.counters import Counters
@@ -22,6 +21,7 @@ from rung.models.build import empty_model
 from rung.models.load import model_config
 from rung.runner import RunnerConfig
 from rung.runner.build import compile_example, compile_model, example_inputs
+from rung.runner.kernel_images import find_kernels
 
 ROWS = "rows"
 _NO_KERNELS = (0, 0)  # a native build leaves them to the first start, which has the device
@@ -59,8 +59,8 @@ def _fake_model(job: Job, device: torch.device) -> _Compiled:
     settings: dict[str, Any] = {"max_num_tokens": budget, "max_model_len": config.max_position_embeddings, "graphs": "full_and_piecewise"}
     runners = [RunnerConfig(max_num_requests=count, **settings) for count in job.requests]
     major, minor = torch.cuda.get_device_capability(device)
-    kernels = build_kernels(module, compiled, runners, 10 * major + minor, threads=job.threads)
-    yield job.label, report, kernels, time.perf_counter() - start
+    built = find_kernels(module, compiled, runners, 10 * major + minor).build(job.threads)
+    yield job.label, report, (built.compiled, built.found), time.perf_counter() - start
 
 
 def _module(job: Job, device: torch.device) -> _Compiled:

@@ -45,9 +45,9 @@ class CompiledFunction:
         self._restore: Callable[..., Any] = restorer(self.plan, self.arguments, self.weights).build("restore")
         self._last = last_uses(self._walk, self.plan.outputs)
 
-    def wrap_pieces(self, wrap: Callable[[StepCall], StepCall]) -> None:
-        """Call every unique piece through `wrap(piece)` from the next `rebind` on."""
-        self._pieces = tuple(wrap(piece) for piece in self._pieces)
+    def pieces_through(self, wrap: Callable[[StepCall], StepCall]) -> tuple[StepCall, ...]:
+        """`wrap(piece)` of every unique piece, for another compiled function of this plan."""
+        return tuple(wrap(piece) for piece in self._pieces)
 
     def _bound(self, step: Step) -> BoundStep:
         if step.piece is not None:

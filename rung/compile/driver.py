@@ -25,13 +25,14 @@ from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
 from rung.compile.fingerprint import fingerprint
+from rung.compile.garbage import without_collections
 from rung.compile.guards import Roots
 from rung.compile.paths import Path
 from rung.compile.piece_compiler import MISS_HINT, PieceCompiler
 from rung.compile.plan import CompilePlan, TensorSpec
 from rung.compile.report import CompileReport
 from rung.compile.rows import Verdicts, output_dims, prove_rows
-from rung.compile.selfcheck import check_piece
+from rung.compile.selfcheck import Case, check_pieces
 from rung.compile.signature import self_name
 from rung.compile.sources import type_refs
 from rung.compile.stored_plans import StoredPlans
@@ -54,6 +55,7 @@ class Driver:
         self.pieces = PieceCompiler(config, store, counters)
         self.plans = StoredPlans(store)
 
+    @without_collections()
     def compile(
         self, function: Callable[..., Any], locals_: Mapping[str, Any], tensors: Sequence[tuple[Path, torch.Tensor]], dims: DynamicDims
     ) -> tuple[CompiledFunction, CompileReport]:
@@ -62,7 +64,10 @@ class Driver:
         `tensors` are the tensor arguments, `dims` the dynamic dimensions as argument -> {dim: name}."""
         report = CompileReport()
         owner = _owner(function)
-        factors, opaque = self._plan_factors(function, locals_, tensors, dims)
+        with report.clock("import Dynamo"), torch_compat.quiet_compiler():
+            torch_compat.import_keys()
+        with report.clock("keys"):
+            factors, opaque = self._plan_factors(function, locals_, tensors, dims)
         report.plan_key = key_of(factors.values())
         report.dump = Dump.of(_entry_name(function), report.plan_key)
         roots = Roots(function)
@@ -165,6 +170,7 @@ class Driver:
             torch_compat.import_tracer()
         with report.clock("import Inductor"), torch_compat.quiet_compiler():
             torch_compat.import_inductor()
+        torch_compat.hash_compilers()
         with report.clock("trace"), torch_compat.quiet_compiler():
             traced = (trace_with_breaks if self.config.breaks == "auto" else trace)(function, locals_, dims, maximum=self.config.maximum)
             self.counters.add(Count.DYNAMO_TRACES)
@@ -198,8 +204,7 @@ class Driver:
             with report.clock("save"):
                 seconds = {**report.seconds, "compile": report.piece_seconds}
                 self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes))
-        with report.clock("compare once"):
-            self._check(graph, plan, blobs, _owner(function))
+        self._check(graph, plan, blobs, _owner(function), report)
         return plan, blobs
 
     def _prove(self, traced: TracedGraph, report: CompileReport) -> Verdicts:
@@ -220,7 +225,7 @@ class Driver:
         graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         pieces, blobs, _ = self._compile_pieces(graph, traced, device, report, dump)
         plan = CompilePlan("", traced.inputs, (), {}, pieces, graph.steps, graph.outputs, traced.template, ())
-        self._check(graph, plan, blobs, {})
+        self._check(graph, plan, blobs, {}, report)
         return self._load(plan, blobs, {}, report)
 
     def _compile_pieces(
@@ -243,14 +248,19 @@ class Driver:
         shape = tuple(named[dim] if named.get(dim) in traced.bounds else extent for dim, extent in enumerate(tensor.shape))
         return TensorSpec(str(tensor.dtype), tensor.device.type, shape)
 
-    def _check(self, graph: SplitGraph, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any]) -> None:
+    def _check(
+        self, graph: SplitGraph, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport
+    ) -> None:
+        cases: list[Case] = []
         for index, piece in enumerate(graph.pieces):
             step = next(step for step in plan.steps if step.piece == index)
             weights = [
                 plan.inputs[n].resolve(owner) if n < len(plan.inputs) and plan.inputs[n].local in owner else None for n in step.inputs
             ]
             if not any(map(torch_compat.is_fake, weights)):  # a build without the device can run nothing
-                check_piece(piece, blobs[plan.pieces[index][1]], weights)
+                cases.append((piece, blobs[plan.pieces[index][1]], weights))
+        check_pieces(cases, report)
+        for piece in graph.pieces:
             piece.graph_module.graph = torch.fx.Graph()  # the fake tensors on its nodes keep the whole trace alive
 
     # --- load ------------------------------------------------------------------------------------------------------------------------

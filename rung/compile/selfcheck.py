@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +12,10 @@ import torch
 from rung import torch_compat
 from rung.compile.fake_kernels import CheckedInterpreter
 from rung.compile.pieces import Piece
+from rung.compile.report import CompileReport
 from rung.compile.split import mutates
 from rung.errors import InternalError
+from rung.launch import Rehearsal, launch_road, rehearse_launches
 
 _SIZES = (1, 3)  # of every dynamic dimension
 _RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -35,10 +39,7 @@ def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any]) -> None:
     least_error = _RELATIVE_ERROR_FP8 if any(_is_fp8(node) for node in nodes) else 0.0
     generator = torch.Generator().manual_seed(0)
     for size in _SIZES:
-        values = [
-            _sample(node.meta["example_value"], size, generator) if weight is None else weight
-            for node, weight in zip(placeholders, weights, strict=True)
-        ]
+        values = _values(placeholders, weights, size, generator)
         runs: dict[str, Callable[[], Sequence[Any]]] = {
             "graph": lambda: CheckedInterpreter(piece.graph_module).run(*_own(values, in_place)),  # noqa: B023 - called in this iteration
             "wrapper": lambda: artifact(*_own(values, in_place)),  # noqa: B023
@@ -54,6 +55,48 @@ def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any]) -> None:
                             f"output {index} of a piece differs between its {entry} and the traced graph at size {size}",
                             hint="report it with the files that RUNG_DUMP=<folder> writes",
                         )
+
+
+Case = tuple[Piece, bytes, Sequence[Any]]  # a piece, its artifact, the module's tensors among its inputs
+
+
+def check_pieces(cases: Sequence[Case], report: CompileReport) -> None:
+    """`check_piece` of all. On a device our own kernels are built at once before, and not one after another at their first launch."""
+    tensors = (weight for _, _, weights in cases for weight in weights if isinstance(weight, torch.Tensor))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    if device.type == "cuda" and launch_road() == "prebound":
+        with report.clock("build kernels"):
+            major, minor = torch.cuda.get_device_capability(device)
+            find_kernels(cases, 10 * major + minor).build(os.cpu_count() or 1, torch_compat.compile_workers())
+    with report.clock("compare once"):
+        for case in cases:
+            check_piece(*case)
+
+
+def find_kernels(cases: Iterable[Case], capability: int) -> Rehearsal:
+    """The images of our own kernels that `check_piece` will ask for, piece by piece. What lies behind such a kernel computes with memory
+    that nobody has written, and nobody looks at the result."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), rehearse_launches(capability) as rehearsal:
+        for piece, blob, weights in cases:
+            raw = torch_compat.raw_callable(torch_compat.deserialize_artifact(blob)) or _nothing
+            placeholders = piece.graph_module.graph.find_nodes(op="placeholder")
+            in_place = any(mutates(node) for node in piece.graph_module.graph.nodes)
+            for size in _SIZES:
+                values = _values(placeholders, weights, size, generator)
+                _run_seeded(functools.partial(raw, _own(values, in_place)), values)
+    return rehearsal
+
+
+def _nothing(values: list[Any]) -> Sequence[Any]:
+    return ()
+
+
+def _values(placeholders: Sequence[torch.fx.Node], weights: Sequence[Any], size: int, generator: torch.Generator) -> list[Any]:
+    return [
+        _sample(node.meta["example_value"], size, generator) if weight is None else weight
+        for node, weight in zip(placeholders, weights, strict=True)
+    ]
 
 
 def _run_seeded(run: Callable[[], Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:

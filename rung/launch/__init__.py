@@ -7,11 +7,12 @@
 from rung.launch.driver import CudaDriver, Driver, LaunchAttributes
 from rung.launch.image import KernelImage, Parameter, Scratch
 from rung.launch.kernel import LoadedKernel, PreboundKernel, torch_scratch
-from rung.launch.rehearsal import Rehearsal, current_rehearsal, rehearse_launches
+from rung.launch.rehearsal import Built, Rehearsal, current_rehearsal, rehearse_launches
 from rung.launch.triton_export import export_triton
 from rung.launch.triton_launcher import TritonLauncher, launch_road, watched_launches
 
 __all__ = [
+    "Built",
     "CudaDriver",
     "Driver",
     "KernelImage",

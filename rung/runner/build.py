@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,24 +14,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from rung import torch_compat
 from rung.attention import AttentionBackend, AttentionSpec, CaptureSupport, attention_layers
 from rung.attention.select import select_backend
 from rung.compile.compiled import CompiledFunction
 from rung.compile.entry import Entry
 from rung.compile.report import CompileReport
 from rung.config import CompileConfig
-from rung.counters import Counters
+from rung.counters import Count, Counters
 from rung.errors import ConfigError
-from rung.graphs import CaptureReport, ConfiguredMode, Descriptor, make_backend, plan_descriptors, resolve_mode
+from rung.graphs import CaptureReport, ConfiguredMode, make_backend, resolve_mode
 from rung.graphs.capture import has_host_breaks
 from rung.graphs.guard import Addresses, module_tensors
 from rung.graphs.memory_budget import Steps
-from rung.launch import launch_road
+from rung.launch import Built, launch_road
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Engine
 from rung.runner.executor import InProcessExecutor
 from rung.runner.forward import EagerForward, Forward
 from rung.runner.graph_forward import DIM, GraphForward
+from rung.runner.kernel_images import find_kernels, shadow_of
 from rung.runner.kv_cache import cache_dtype, num_kv_blocks
 from rung.runner.kv_groups import kv_groups
 from rung.runner.memory_plan import MemoryPlan
@@ -38,8 +42,10 @@ from rung.runner.ops import default_ops
 from rung.runner.profile import PROFILE_BLOCKS, needs_profile, profile_memory
 from rung.runner.rehearsal import rehearse
 from rung.runner.scheduler import Scheduler
-from rung.runner.step_trace import capture_ladder, open_step_trace, recorded_steps
+from rung.runner.step_trace import open_step_trace, planned_descriptors, recorded_steps
 from rung.runner.text import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -51,6 +57,7 @@ class StartUp:
     step_ops: str = ""  # the operations that build a step's inputs, and why when they are not the fast ones
     kernel_launches: str = ""  # how our Triton kernels are launched, a `launch_road()`
     compile: CompileReport | None = None
+    kernels: Built | None = None  # where the images of our own kernels came from, None where each waits for its first launch
     capture: CaptureReport | None = None
     memory: MemoryPlan | None = None  # how the KV cache was sized; None: by the configuration, or every slot fits easily
 
@@ -86,6 +93,8 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     if not config.eager:
         with start.phase("compile"):
             compiled, start.compile = compile_model(module, device, config.max_num_tokens, counters)
+        if start.compile.source == "compiled" and start.kernel_launches == "prebound":
+            build_kernels(module, compiled, config, device, start, counters)
         addresses = _addresses(compiled, module, config)
         forward, call = _graph_forward(compiled, module, config, attention.support, device, counters, addresses, steps), compiled
     elif config.graphs != "none":
@@ -116,6 +125,26 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
         with start.phase("capture"):
             start.capture = forward.capture(runner.dummy_context, lazy=config.lazy_capture)
     return runner, start
+
+
+def build_kernels(
+    module: nn.Module, compiled: CompiledFunction, config: RunnerConfig, device: torch.device, start: StartUp, counters: Counters
+) -> None:
+    """Build at once what the first steps would build one after another. A warm start does not look: its store has the images, and the few
+    of another configuration wait for their launch."""
+    for layer in attention_layers(module).values():
+        layer.backend = layer.kv_cache = None  # of an earlier runner
+    major, minor = torch.cuda.get_device_capability(device)
+    try:
+        with start.phase("find kernels"):
+            rehearsal = find_kernels(shadow_of(module, device), compiled, [config], 10 * major + minor)
+    except Exception as error:  # a module that cannot be copied, or that does more than tensor operations
+        start.kernels = Built(reason=f"the start could not be rehearsed: {type(error).__name__}: {error}")
+        counters.add(Count.UNFORESEEN_KERNELS)
+        _log.warning("kernels are built one by one: %s", start.kernels.reason)
+        return
+    with start.phase("build kernels"):
+        start.kernels = rehearsal.build(os.cpu_count() or 1, torch_compat.compile_workers())
 
 
 def build_engine(
@@ -184,18 +213,6 @@ def _graph_forward(
         counters=counters,
         steps=steps,
     )
-
-
-def planned_descriptors(config: RunnerConfig, support: CaptureSupport) -> tuple[Descriptor, ...]:
-    """What graphs are captured for, with attention that can be captured so far."""
-    found = plan_descriptors(
-        capture_ladder(config),
-        ConfiguredMode(config.graphs),
-        max_num_requests=config.max_num_requests,
-        uniform_query_lens=config.decode_query_lens,
-        capture_support=support,
-    )
-    return tuple(found)
 
 
 def _addresses(compiled: CompiledFunction, module: nn.Module, config: RunnerConfig) -> Addresses:

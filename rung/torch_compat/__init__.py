@@ -17,7 +17,7 @@ from rung.torch_compat.capture import (
     readable,
     where_fixed,
 )
-from rung.torch_compat.compiler import compile_lock, import_inductor, import_tracer, quiet_compiler
+from rung.torch_compat.compiler import compile_lock, hash_compilers, import_inductor, import_keys, import_tracer, quiet_compiler
 from rung.torch_compat.dispatch import (
     OpOverload,
     TorchDispatchMode,
@@ -74,6 +74,7 @@ from rung.torch_compat.triton_compile import (
     why_no_triton_export,
 )
 from rung.torch_compat.user_code import is_user_file, place
+from rung.torch_compat.workers import compile_workers
 
 __all__ = [
     "scaled_mm",
@@ -96,6 +97,7 @@ __all__ = [
     "compile_lock",
     "compile_piece",
     "compile_triton",
+    "compile_workers",
     "deserialize_artifact",
     "device_factors",
     "end_allocation_to_pool",
@@ -108,7 +110,9 @@ __all__ = [
     "has_function_modes",
     "in_dispatch_mode",
     "graph_pass",
+    "hash_compilers",
     "import_inductor",
+    "import_keys",
     "import_tracer",
     "is_capture_error",
     "is_fake",

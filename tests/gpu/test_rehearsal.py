@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,37 @@ def _run(env: dict[str, str], *words: str) -> Any:
     done = subprocess.run([sys.executable, "-m", "rung.cli", *words, "--json"], env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_cold_start_builds_its_kernels_at_once(tmp_path: Path) -> None:
+    code = "from tests.gpu.test_rehearsal import start; start()"
+    env = {**os.environ, "RUNG_CACHE_DIR": str(tmp_path / "store"), "RUNG_CACHE_BASE": "", "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    found = []
+    for _ in ("cold", "warm"):
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    cold, warm = found
+    assert cold["reason"] == ""
+    assert cold["compiled"] + cold["found"] > 40
+    assert cold["in_workers"] == cold["compiled"]
+    assert cold["one_by_one"] == 0
+    assert warm == {"one_by_one": 0}
+
+
+def start() -> None:
+    """Start an engine; print where its images came from, and how many were compiled at their first launch."""
+    from rung.launch.triton_images import TritonImages
+
+    late: list[str] = []
+    compile_one = TritonImages._compile
+
+    def counted(self: TritonImages, *arguments: Any) -> Any:
+        late.append(self.title)
+        return compile_one(self, *arguments)
+
+    TritonImages._compile = counted  # type: ignore[method-assign]
+    config = RunnerConfig(max_num_requests=8, max_num_tokens=300, max_model_len=512, num_blocks=300, graphs="full_and_piecewise")
+    engine, _, began = build_engine(random_model("smollm2-135m", dtype=torch.bfloat16, device="cuda"), config)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
+    print(json.dumps({"one_by_one": len(late)} | ({} if began.kernels is None else asdict(began.kernels))))

@@ -37,6 +37,36 @@ def test_op_with_providers_can_be_tested(op: IROp) -> None:
         assert provider.why_not(*args) == "'cpu' is no CUDA device"
 
 
+LAYOUTS = {
+    "rows": torch.randn(5, 8),
+    "one row": torch.randn(1, 8),
+    "no row": torch.randn(0, 8),
+    "heads of a joined product": torch.randn(5, 40)[:, 8:32].unflatten(1, (3, 8)),
+    "part of each row": torch.randn(5, 12)[:, 2:10],
+    "columns": torch.randn(8, 5).t(),
+    "heads first": torch.randn(5, 3, 8).transpose(0, 1),
+    "repeated": torch.randn(1, 8).expand(5, 8),
+    "a row alone": torch.randn(8),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("dtype", "weight"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_the_shapes_of_a_norm_are_those_of_its_body(layout: str, dtype: torch.dtype, weight: torch.dtype) -> None:
+    x = LAYOUTS[layout].to(dtype)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = torch.ops.rung.rms_norm(mode.from_tensor(x), torch.ones(8, dtype=weight), 1e-5)
+    wanted = torch.ops.rung.rms_norm(x, torch.ones(8, dtype=weight), 1e-5)
+    assert (fake.shape, fake.stride(), fake.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+
+
+def test_a_norm_whose_weight_does_not_fit_is_refused_as_its_body_is() -> None:
+    with torch._subclasses.FakeTensorMode(), pytest.raises(RuntimeError, match="broadcast"):
+        torch.ops.rung.rms_norm(torch.ones(3, 8), torch.ones(7), 1e-5)
+
+
 def test_reason_names_what_is_not_taken() -> None:
     provider, refused = LINEAR.choose(torch.randn(2, 3), torch.randn(4, 3), None, "")
     assert provider is None

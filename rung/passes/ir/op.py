@@ -68,19 +68,21 @@ def define_ir_op(
     *,
     tolerance: Mapping[torch.dtype, float] | None = None,
     sample: Callable[[int, torch.dtype, torch.device], tuple[Any, ...]] | None = None,
+    shapes: Callable[..., Any] | None = None,
 ) -> IROp:
-    """Register `rung::<schema>` with `body` as its meaning."""
+    """Register `rung::<schema>` with `body` as its meaning. `shapes` says what the body would return, where running it on tensors without
+    memory is too slow."""
     name = schema.partition("(")[0]
 
     def call(*args: Any) -> Any:
         provider, _ = _choose(providers, args)
         return (body if provider is None else provider.run)(*args)
 
-    def shapes(*args: Any) -> Any:
+    def fake(*args: Any) -> Any:
         """On tensors without memory; in a rehearsal what the device would run, so that its kernels are known."""
-        return (body if current_rehearsal.get() is None else call)(*args)
+        return ((shapes or body) if current_rehearsal.get() is None else call)(*args)
 
     _library.define(schema)
     _library.impl(name, call if providers else body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"rung::{name}", shapes, lib=_library)
+    torch.library.register_fake(f"rung::{name}", fake, lib=_library)
     return IROp(name, body, getattr(torch.ops.rung, name).default, providers, tolerance or {}, sample)

@@ -53,6 +53,7 @@ class Handle(RuntimeState):
                 "bounds": dict(variant.compiled.plan.bounds),
                 "rows": {name: verdict and str(verdict) for name, verdict in variant.compiled.plan.rows.items()},
                 "passes": variant.report.passes,
+                "whole_passes": variant.report.whole_passes,
                 "guards": _guards(variant, self._entry.config.drop_guards),
                 "retraced": variant.report.retraced,
                 "graph_memory": _graph_memory(variant),

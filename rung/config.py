@@ -95,6 +95,7 @@ class CompileConfig:
     factors: Mapping[str, Any] = field(default_factory=dict)  # what else the code depends on, such as a variable that a custom op reads
     passes: tuple[Any, ...] = ()  # passes beside rung's own: objects, "package.module:attribute", or entry points of rung.passes
     without_passes: tuple[str, ...] = ()  # names of passes that do not run
+    with_passes: tuple[str, ...] = ()  # names of passes that run although they are off by default
     expect: Mapping[str, int] = field(default_factory=dict)  # pass or pattern -> least number of matches; fewer fail the compile
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ from rung.compile.signature import self_name
 from rung.compile.sources import type_refs
 from rung.compile.stored_plans import StoredPlans
 from rung.compile.trace import DynamicDims, TracedGraph, trace
+from rung.compile.whole import WholeReport, layers_of, run_whole, whole_factors
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ArtifactError, CacheMissError
@@ -95,6 +96,7 @@ class Driver:
             compiled = self._load(plan, blobs, owner, report)
         report.pieces = sum(step.piece is not None for step in plan.steps)
         report.unique_pieces = len(plan.pieces)
+        report.whole_passes = dict(plan.whole.passes)
         report.dump.loaded(plan, compiled)
         _log.info(
             "%s %s: %d pieces, %d unique, %d guards", plan.entry, report, report.pieces, report.unique_pieces, len(plan.guards.guards)
@@ -123,6 +125,7 @@ class Driver:
             "split_ops": sorted(self.config.split_ops),
             "pad": sorted(self.config.pad),
             "row_wise_ops": sorted(self.config.row_wise_ops),
+            "whole_passes": whole_factors(self.config),
             "expect": dict(sorted(self.config.expect.items())),
             "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
             "constants": [[path.expression(), f"{type(value).__name__} {value!r}"] for path, value in constants],
@@ -141,7 +144,12 @@ class Driver:
     def _find_plan(
         self, report: CompileReport, tensors: Sequence[tuple[Path, torch.Tensor]], factors: Factors, roots: Roots
     ) -> CompilePlan | None:
-        found = self.plans.find(report.plan_key, factors, tensors, lambda plan: plan.guards.violation(roots, self.config.drop_guards))
+        layers = layers_of(roots)
+
+        def violation(plan: CompilePlan) -> str:
+            return plan.guards.violation(roots, self.config.drop_guards) or plan.whole.violation(layers)
+
+        found = self.plans.find(report.plan_key, factors, tensors, violation)
         report.reason, report.saved_seconds, report.passes = found.reason, found.seconds, found.passes
         return found.plan
 
@@ -178,9 +186,10 @@ class Driver:
         rows = self._prove(traced, report)
         dims_out = output_dims(traced.graph_module, traced.symbols)
         with report.clock("split"):
+            whole = run_whole(traced.graph_module.graph, layers_of(Roots(function)), self.config)
             graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         device = _device(tensors, getattr(function, "__self__", None))
-        pieces, blobs, bound = self._compile_pieces(graph, traced, device, report, dump)
+        pieces, blobs, bound = self._compile_pieces(graph, traced, device, report, dump, whole)
         plan = CompilePlan(
             entry=entry,
             inputs=traced.inputs,
@@ -196,6 +205,7 @@ class Driver:
             rows=rows,
             fakes=graph.fakes,
             regions=tuple(traced.regions.values()),
+            whole=whole,
             output_dims=dims_out,
         )
         if traced.guards.unknown:
@@ -229,7 +239,13 @@ class Driver:
         return self._load(plan, blobs, {}, report)
 
     def _compile_pieces(
-        self, graph: SplitGraph, traced: TracedGraph, device: torch.device, report: CompileReport, dump: Dump
+        self,
+        graph: SplitGraph,
+        traced: TracedGraph,
+        device: torch.device,
+        report: CompileReport,
+        dump: Dump,
+        whole: WholeReport | None = None,
     ) -> tuple[tuple[tuple[str, str], ...], dict[str, bytes], int | None]:
         """(key, digest) of the unique pieces, their bytes by digest, and the bound of sizes without a maximum."""
         self.counters.add(Count.PIECES, sum(step.piece is not None for step in graph.steps))
@@ -238,7 +254,8 @@ class Driver:
         with report.clock("compile"):
             compiled = [self.pieces.blob(index, piece, traced, code, report, dump) for index, piece in enumerate(graph.pieces)]
         uses = [sum(step.piece == index for step in graph.steps) for index in range(len(graph.pieces))]
-        check_expectations(self.config.expect, zip(report.passes, uses, strict=True))
+        reports = [*zip(report.passes, uses, strict=True), *([] if whole is None else [(whole.passes, 1)])]
+        check_expectations(self.config.expect, reports)
         pieces = tuple((piece.key, blob.digest) for piece, blob in zip(graph.pieces, compiled, strict=True))
         bound = min((blob.bound for blob in compiled if blob.bound is not None), default=None)
         return pieces, {blob.digest: blob.data for blob in compiled}, bound

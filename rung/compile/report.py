@@ -25,6 +25,7 @@ class CompileReport:
     piece_seconds: float = 0.0  # what compiling the unique pieces took, now or when they were stored
     saved_seconds: float = 0.0  # of compiling, because of the store
     passes: list[dict[str, Any]] = field(default_factory=list)  # one a unique piece
+    whole_passes: dict[str, Any] = field(default_factory=dict)  # what passes over the whole graph did
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:

@@ -72,9 +72,12 @@ class StartUp:
 class _Attention:
     """The chosen backend of each kind of layer, and what all of them can capture."""
 
-    make: Callable[[AttentionSpec], AttentionBackend]
+    types: Mapping[AttentionSpec, type[AttentionBackend]]
     support: CaptureSupport
     why: str
+
+    def make(self, spec: AttentionSpec) -> AttentionBackend:
+        return self.types[spec](spec)
 
 
 def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters | None = None) -> tuple[ModelRunner, StartUp]:
@@ -84,6 +87,8 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     _check_length(module, config)
     device, dtype = _place(module)
     attention = _choose_attention(module, config, dtype, device)
+    for layer in attention_layers(module).values():
+        layer.choose(attention.types[layer.spec], device)
     start.attention = attention.why
     steps = recorded_steps(config)
     start.kernel_launches = launch_road()
@@ -229,7 +234,7 @@ def _choose_attention(module: nn.Module, config: RunnerConfig, dtype: torch.dtyp
     if not chosen:
         raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
     return _Attention(
-        make=lambda spec: chosen[spec][0](spec),
+        types={spec: backend for spec, (backend, _) in chosen.items()},
         support=min(backend.capture_support for backend, _ in chosen.values()),
         why="; ".join(dict.fromkeys(why for _, why in chosen.values())),
     )

@@ -37,8 +37,7 @@ class Net(nn.Module):
 NAMES = [
     *("piece_format", "passes", "inductor", "python", "default_dtype", "torch", "torch_key", "cuda", "inductor_config", "inductor_changed"),
     *("cpu", "device", "extra", "format", "entry", "module", "dynamic", "maximum", "breaks", "split_ops", "pad", "row_wise_ops", "expect"),
-    "tensors",
-    "constants",
+    *("whole_passes", "tensors", "constants"),
 ]
 
 

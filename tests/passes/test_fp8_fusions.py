@@ -16,7 +16,7 @@ from rung.models.llama import LlamaMLP, RMSNorm
 from rung.models.random import SHAPES
 from rung.passes.fused_ops import FUSED_OPS
 from rung.passes.fusion import Projections, act_mul, act_quant, norm_quant
-from rung.passes.ir import IR_OPS, IROp, fp8_linear, fp8_quant_per_token
+from rung.passes.ir import IR_OPS, IROp, fp8_linear, fp8_quant_per_token, fp8_quant_static
 from rung.passes.lowering import lower
 from tests.passes.graphs import misses, run, same, traced
 
@@ -89,6 +89,40 @@ def test_all_between_two_attentions_is_one_op(scheme: Scheme, size: int, scales:
     equal(module, block, weights, size)
     assert lower(module.graph) == {"fp8_block": 1}  # no provider on this device: back to the body
     equal(module, block, weights, size)
+
+
+def test_rows_that_attention_writes_as_e4m3_are_joined_too() -> None:
+    block = Block(64, "per_tensor", dict.fromkeys(("o_proj", "mlp.gate_up_proj", "mlp.down_proj", "qkv_proj"), 0.02))
+    names = [name for name, _ in block.named_parameters()]
+    weights = list(block.parameters())
+    o = block.o_proj
+
+    def call(x: torch.Tensor, residual: torch.Tensor, *given: torch.Tensor) -> Any:
+        named = dict(zip(names, given, strict=True))
+        attended = fp8_linear(x, named["o_proj.input_scale"], named["o_proj.weight"], named["o_proj.weight_scale"], None, residual.dtype)
+        residual = attended + residual
+        return torch.func.functional_call(Behind(block), {f"block.{name}": value for name, value in named.items()}, (residual,))
+
+    mode = FakeTensorMode()
+    x, residual = fp8_quant_static(torch.randn(3, 64), o.input_scale), torch.randn(3, 64)
+    module = torch_compat.trace_body(call, [mode.from_tensor(t) for t in (x, residual, *weights)])
+    report = Projections(lambda op, args: None).run(module.graph)
+    assert {name: count for name, count in report.items() if count} == {"fp8_block": 1}
+    module.recompile()
+    for found, wanted in zip(module(x, residual, *weights), call(x, residual, *weights), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+class Behind(nn.Module):
+    """What stands behind the first sum of a block."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = self.block.mlp(self.block.norm(residual)) + residual
+        return self.block.qkv_proj(self.block.next_norm(residual)), residual
 
 
 def join(why_not: Callable[[IROp, tuple[Any, ...]], str | None], block: nn.Module) -> dict[str, int]:

@@ -126,6 +126,23 @@ def test_block_of_few_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
         assert (found - wanted).norm() <= 6e-2 * wanted.norm()
 
 
+def given_as_e4m3(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a block whose x is e4m3 already, as attention writes it."""
+    scale = args[0].abs().max().reshape(1) / 400
+    return quant_static_body(args[0], scale), *args[1:3], scale, *args[4:]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_block_of_few_rows_that_come_as_e4m3(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(fp8, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT if splittable else TILES)
+    assert FP8_BLOCK.sample is not None
+    args = given_as_e4m3(FP8_BLOCK.sample(max(rows, 1), torch.float32, torch.device("cpu")))
+    args = (args[0][:rows], *args[1:5], args[5][:rows], *args[6:])
+    for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
+        assert found.shape == wanted.shape
+        assert (found - wanted).norm() <= 6e-2 * wanted.norm()
+
+
 def multiplied(x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, by: torch.Tensor, bias: Any, dtype: Any) -> torch.Tensor:
     """`torch_compat.scaled_mm` in float32."""
     wide = x.to(torch.float8_e4m3fn).float().unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)
@@ -146,6 +163,15 @@ def test_block_of_many_rows_quantises_behind_norms_and_the_activation(monkeypatc
     for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
         assert (found - wanted).norm() <= 1e-2 * wanted.norm()  # ties apart, the same roundings
     assert calls == [(5, 320), (5, 192), (5, 320), (5, 192)]
+
+
+def test_block_of_many_rows_that_come_as_e4m3_are_given_their_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "scaled_mm", multiplied)
+    monkeypatch.setattr(fp8, "tiles_for", lambda *args, **named: None)
+    assert FP8_BLOCK.sample is not None
+    args = given_as_e4m3(FP8_BLOCK.sample(5, torch.float32, torch.device("cpu")))
+    for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
+        assert (found - wanted).norm() <= 1e-2 * wanted.norm()
 
 
 @pytest.mark.parametrize("k", [512, 256])

@@ -35,6 +35,10 @@ class TorchReference(AttentionBackend):
     def why_not_fp8_cache(cls, device: torch.device) -> str | None:
         return None
 
+    @classmethod
+    def why_not_fp8_output(cls, device: torch.device) -> str | None:
+        return None
+
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write_kv_torch(key, value, cache, slot_mapping)
 

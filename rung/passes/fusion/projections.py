@@ -87,6 +87,8 @@ class _Join:
         result = users[0] if activation is not None else product.node
         behind = (*product.weight, activation or "", *product.last)
         norm = product.x
+        if not product.stands_alone:
+            return
         if norm.target is RMS_NORM.overload and self._has_one_user(norm):
             if self._sum_and_norm(norm, product, result, behind):
                 return
@@ -113,7 +115,8 @@ class _Join:
 
     def alone(self, product: Product) -> None:
         """Put an e4m3 product that nothing was joined with together with its quantisation, which few rows do without."""
-        self._put(product.linear, (product.x, *product.weight, "", *product.last), (product.node,), product.nodes)
+        if product.stands_alone:
+            self._put(product.linear, (product.x, *product.weight, "", *product.last), (product.node,), product.nodes)
 
     def blocks(self) -> None:
         """Join the MLP of e4m3 weights with what stands around it, so that its activation can hand on quantised rows."""

@@ -3,7 +3,8 @@
 A weight is e4m3 [n, k] with float32 scales: [n], one for each output, or [n / 128, k / 128], one for each square of 128. `input_scale`
 ([1]) makes the quantisation of activations static; without it they get a scale for each row, or for each `group` of a row where that is
 not 0. A provider may leave activations as they are where rows are few: the bytes of the weights bound it then, and rounding less is no
-loss. So `tolerance` is that of rounding to e4m3.
+loss. So `tolerance` is that of rounding to e4m3. Where a residual tells the dtype of the results, x may be e4m3 already: it is
+x / `input_scale` then, as attention writes it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from rung.passes.ir.fp8 import GROUP, quant_group_body, quant_per_token_body, quant_static_body
+from rung.passes.ir.fp8 import E4M3, GROUP, quant_group_body, quant_per_token_body, quant_static_body
 from rung.passes.ir.linear import ACTIVATIONS
 from rung.passes.ir.op import Provider, define_ir_op
 from rung.passes.ir.rms_norm import rms_norm_body
@@ -86,7 +87,10 @@ def fp8_linear_norm_linear_body(
     activation: str,
     group: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = fp8_quant_linear_body(x, weight, weight_scale, input_scale, bias, "", group) + residual
+    if x.dtype == E4M3:
+        hidden = fp8_linear_body(x, input_scale, weight, weight_scale, bias, residual.dtype) + residual
+    else:
+        hidden = fp8_quant_linear_body(x, weight, weight_scale, input_scale, bias, "", group) + residual
     following = next_weight, next_weight_scale, next_input_scale, next_bias, activation, group
     return fp8_norm_linear_body(hidden, norm_weight, epsilon, *following), hidden
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from rung.passes.kernels import launches
-from rung.passes.kernels.fp8_launches import Quantised, add_norm_quantise, quantise
+from rung.passes.kernels.fp8_launches import E4M3, Quantised, add_norm_quantise, quantise
 from rung.passes.kernels.launches import Surroundings, Tiles
 from rung.passes.kernels.support import is_programmatic, rows_of, why_not_fp8
 from rung.passes.kernels.tiles import Dtypes, most_rows, tiles_for
@@ -97,8 +97,10 @@ def why_not_norm_linear(
 
 
 def why_not_linear_norm_linear(x: torch.Tensor, *args: Any) -> str | None:
-    weight, _, _, bias, residual, norm_weight, _, following, _, _, next_bias, *_ = args
-    return why_not_fp8(x, (weight, following), x, residual, norm_weight, bias, next_bias)
+    weight, _, input_scale, bias, residual, norm_weight, _, following, _, _, next_bias, *_ = args
+    if x.dtype == E4M3 and input_scale is None:
+        return "x is e4m3 without a scale"
+    return why_not_fp8(x, (weight, following), None if x.dtype == E4M3 else x, residual, norm_weight, bias, next_bias)
 
 
 def why_not_block(x: torch.Tensor, *args: Any) -> str | None:
@@ -193,6 +195,8 @@ def _linear_norm_linear(
 ) -> tuple[torch.Tensor | _Unactivated, torch.Tensor]:
     first, second = Weight(weight, weight_scale, input_scale, bias), Weight(next_weight, next_weight_scale, next_input_scale, next_bias)
     residual = rows_of(residual)
+    if isinstance(x, torch.Tensor) and x.dtype == E4M3:
+        x = _given(x, first)
     if residual.shape[0] == 1:
         hidden = _product(x, first, group, "", residual=residual)
         assert isinstance(hidden, torch.Tensor)
@@ -201,6 +205,14 @@ def _linear_norm_linear(
     assert isinstance(parts, torch.Tensor)
     left = bias if parts.dim() == 3 else None  # the bias of a split product is added behind its sum
     return _normed_product(parts, residual, norm_weight, epsilon, second, activation, group, left)
+
+
+def _given(x: torch.Tensor, weight: Weight) -> Quantised:
+    """Rows that came as e4m3. Our kernels read the one scale for each row; cuBLAS wants it as often as there are rows."""
+    rows, scale = x.shape[0], weight.input_scale
+    assert scale is not None
+    few = _tiles(rows, weight, "", splittable=True) is not None
+    return Quantised(x, scale.expand(rows, 1) if few else scale.repeat(rows).unsqueeze(1))
 
 
 def _normed_product(
@@ -232,8 +244,8 @@ def _product(
     rows = x.values.shape[0] if isinstance(x, Quantised) else x.shape[0]
     tiles = _tiles(rows, weight, activation, splittable=splittable)
     if isinstance(x, Quantised):
-        if tiles is not None and tiles.block_m > 1:
-            around = {"x_scale": x.scale, "weight_scale": weight.scale}
+        if tiles is not None and (tiles.block_m > 1 or weight.scale.dim() == 1):  # that for one row knows no scales of squares
+            around |= {"x_scale": x.scale, "weight_scale": weight.scale}
             return launches.product(x.values, weight.values, Surroundings(bias=weight.bias, activation=activation, **around), tiles)
         result = _scaled(x, weight)
         return _Unactivated(result) if activation else result

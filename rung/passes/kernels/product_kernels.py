@@ -91,10 +91,10 @@ def _add_product(
     return total
 
 
-@triton.jit(do_not_specialize=["rows", "m_blocks", "x_scale_stride"])
+@triton.jit(do_not_specialize=["rows", "m_blocks", "x_scale_row", "x_scale_stride"])
 def product_kernel(
     x, x_scale, weight, weight_scale, bias, residual, out, rows, n, k, m_blocks,
-    x_stride, x_scale_stride, weight_stride, scale_stride, residual_stride,
+    x_stride, x_scale_row, x_scale_stride, weight_stride, scale_stride, residual_stride,
     X_SCALED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr,
     SCALED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -129,7 +129,7 @@ def product_kernel(
     for start in range(first, last, BLOCK_K):
         at = start + part
         if X_SCALED and SCALED == 2:
-            x_scales = tl.load(x_scale + m + (start // 128) * x_scale_stride, mask=inside, other=0.0)
+            x_scales = tl.load(x_scale + m * x_scale_row + (start // 128) * x_scale_stride, mask=inside, other=0.0)
         x_mask = inside[:, None] if EVEN_K else inside[:, None] & (at[None, :] < last)
         values = tl.load(x_row + at[None, :], mask=x_mask, other=0.0)
         if EVEN_N and EVEN_K:
@@ -151,7 +151,7 @@ def product_kernel(
         total_up = tl.trans(total_up)
     if SCALED == 1:
         if X_SCALED:
-            x_scales = tl.load(x_scale + m, mask=inside, other=0.0)
+            x_scales = tl.load(x_scale + m * x_scale_row, mask=inside, other=0.0)
         total *= tl.load(weight_scale + columns, mask=columns < n, other=0.0)[None, :] * x_scales[:, None]
         if ACTIVATION != "":
             total_up *= tl.load(weight_scale + n + columns, mask=columns < n, other=0.0)[None, :] * x_scales[:, None]
@@ -164,8 +164,9 @@ def product_kernel(
 
 @triton.jit
 def vector_kernel(
-    x, weight, weight_scale, bias, residual, norm_weight, out, n, k, epsilon, weight_stride, scale_stride,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr, PREFETCH: tl.constexpr,
+    x, x_scale, weight, weight_scale, bias, residual, norm_weight, out, n, k, epsilon, weight_stride, scale_stride,
+    X_SCALED: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    SCALED: tl.constexpr, PREFETCH: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`product_kernel` for one row, without the matrix units, of x normed before when NORM.
@@ -212,6 +213,9 @@ def vector_kernel(
         product *= tl.load(weight_scale + columns, mask=columns < n, other=0.0)
         if ACTIVATION != "":
             product_up *= tl.load(weight_scale + n + columns, mask=columns < n, other=0.0)
+    if X_SCALED:
+        product *= tl.load(x_scale)
+        product_up *= tl.load(x_scale)
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / k + epsilon)
         product *= factor

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rung.config import CompileConfig
 from rung.errors import PassError
-from rung.passes.cleanup import DeadCode, NoopElimination
+from rung.passes.cleanup import DeadCode, Duplicates, NoopElimination
 from rung.passes.extension import load_pass
-from rung.passes.fusion import Projections, ResidualAdd, act_mul, act_quant, add_norm, norm_quant, qk_norm_rope, rms_norm
+from rung.passes.fusion import FlatRows, Projections, ResidualAdd, act_mul, act_quant, add_norm, norm_quant, qk_norm_rope, rms_norm
 from rung.passes.manager import GraphPass, PassManager
 
 # Passes over the whole graph, which `rung.compile.whole` makes: what they join lies on both sides of a split op.
@@ -25,7 +25,7 @@ def _recognising() -> list[GraphPass]:
 
 
 def _joining() -> list[GraphPass]:
-    return [qk_norm_rope(), Projections(), norm_quant(), act_quant(), add_norm()]
+    return [qk_norm_rope(), FlatRows(), Projections(), Duplicates(), norm_quant(), act_quant(), add_norm()]
 
 
 def _late() -> list[GraphPass]:

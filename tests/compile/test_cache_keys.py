@@ -36,8 +36,8 @@ class Net(nn.Module):
 
 NAMES = [
     *("piece_format", "passes", "inductor", "python", "default_dtype", "torch", "torch_key", "cuda", "inductor_config", "inductor_changed"),
-    *("cpu", "device", "extra", "format", "entry", "module", "dynamic", "maximum", "breaks", "split_ops", "pad", "row_wise_ops", "expect"),
-    *("whole_passes", "tensors", "constants"),
+    *("cpu", "device", "extra", "format", "entry", "module", "dynamic", "maximum", "breaks", "split_ops", "pad", "row_wise_ops"),
+    *("whole_passes", "expect", "tensors", "constants"),
 ]
 
 

@@ -14,11 +14,13 @@ from rung import torch_compat
 from rung.models.fp8 import Scheme, quantize_fp8
 from rung.models.llama import LlamaMLP, RMSNorm
 from rung.models.random import SHAPES
+from rung.passes.cleanup import Duplicates
 from rung.passes.fused_ops import FUSED_OPS
-from rung.passes.fusion import Projections, act_mul, act_quant, norm_quant
+from rung.passes.fusion import FlatRows, Projections, act_mul, act_quant, add_norm, norm_quant, qk_norm_rope, rms_norm
 from rung.passes.ir import IR_OPS, IROp, fp8_linear, fp8_quant_per_token, fp8_quant_static
 from rung.passes.lowering import lower
-from tests.passes.graphs import misses, run, same, traced
+from tests.passes.graphs import misses, run, same, traced, traced_module
+from tests.passes.test_fusions import SIZES, layers
 
 
 class Block(nn.Module):
@@ -78,6 +80,21 @@ def test_a_layer_has_norm_quant_twice_and_act_quant_once(scheme: Scheme, size: i
     equal(module, block, weights, size)
     lower(module.graph, (*IR_OPS, *FUSED_OPS))
     equal(module, block, weights, size)
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Phi3"])
+def test_a_layer_of_transformers_has_norm_quant_twice_and_act_quant_once(architecture: str) -> None:
+    module = layers(architecture, torch.bfloat16, **({"pad_token_id": 0} if architecture == "Phi3" else {}))
+    quantize_fp8(module)
+    inputs = [torch.randn(1, 6, size).bfloat16() for size in (SIZES["hidden_size"], SIZES["head_dim"], SIZES["head_dim"])]
+    with torch.no_grad():
+        graph = traced_module(module, *inputs)
+        found = run(graph, rms_norm(), act_mul(), qk_norm_rope(), FlatRows(), Duplicates(), norm_quant(), act_quant(), add_norm())
+        activation = "silu_and_mul_quant" if architecture == "Phi3" else "silu_mul_quant"
+        assert (found["norm_quant"], found[activation], found["add_norm"]) == (2, 1, 1)  # the last norm is not quantised
+        assert found["duplicates"] == {"Llama": 3, "Qwen3": 3, "Phi3": 0}[architecture]  # of queries, keys, values; of gate and up
+        assert found["qk_norm_rope"] == (architecture == "Qwen3")
+        torch.testing.assert_close(graph(*inputs, *module.parameters()), module(*inputs), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize(("scheme", "size", "scales", "suffix"), CASES, ids=[case[0] for case in CASES])

@@ -1,6 +1,6 @@
 """Matrix products with the norm before, the activation behind, and the product and residual before the norm, as one op each.
 
-mm(x, w) -> silu_and_mul                                        linear
+mm(x, w), with or without silu_and_mul behind it                linear
 rms_norm(h) -> product                                          norm_linear
 h = mm(x, w) + residual -> rms_norm(h) -> product               linear_norm_linear
 
@@ -36,6 +36,7 @@ from rung.passes.ir import (
 )
 
 aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default, FP8_LINEAR.overload)
 _META = ("stack_trace", "nn_module_stack", "original_aten")  # the names in traces come from these
 _ACTIVATIONS: dict[Any, str] = {SILU_AND_MUL.overload: "silu", GELU_AND_MUL.overload: "gelu"}
 
@@ -67,9 +68,10 @@ class Projections:
         for node in list(graph.nodes):
             if (product := product_of(node)) is not None:
                 join(product)
-        for node in list(graph.find_nodes(op="call_function", target=FP8_LINEAR.overload)):
-            if (product := product_of(node)) is not None:
-                join.alone(product)
+        for target in _PRODUCTS:
+            for node in list(graph.find_nodes(op="call_function", target=target)):
+                if (product := product_of(node)) is not None:
+                    join.alone(product)
         join.blocks()
         return join.report
 
@@ -114,7 +116,8 @@ class _Join:
         return self._put(product.linear_norm_linear, args, (result, hidden), joined)
 
     def alone(self, product: Product) -> None:
-        """Put an e4m3 product that nothing was joined with together with its quantisation, which few rows do without."""
+        """A product that nothing was joined with becomes an op too, which chooses by the number of rows; an e4m3 one together with its
+        quantisation, which few rows do without."""
         if product.stands_alone:
             self._put(product.linear, (product.x, *product.weight, "", *product.last), (product.node,), product.nodes)
 

@@ -93,7 +93,9 @@ class CompileConfig:
     max_variants: int = 8  # traces kept for other dtypes, ranks, constant arguments and states of the module
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
     factors: Mapping[str, Any] = field(default_factory=dict)  # what else the code depends on, such as a variable that a custom op reads
+    batch_invariant: bool = False  # the bits of a row do not depend on the number of rows; an error for what cannot be so
     passes: tuple[Any, ...] = ()  # passes beside rung's own: objects, "package.module:attribute", or entry points of rung.passes
+    providers: tuple[Any, ...] = ()  # of IR ops, before rung's own: objects, "package.module:attribute", or entry points of rung.providers
     without_passes: tuple[str, ...] = ()  # names of passes that do not run
     with_passes: tuple[str, ...] = ()  # names of passes that run although they are off by default
     expect: Mapping[str, int] = field(default_factory=dict)  # pass or pattern -> least number of matches; fewer fail the compile

@@ -144,8 +144,14 @@ class AttentionBackend(ABC):
         """The reason why this backend gains nothing by writing its output as e4m3, or None when it can do so itself."""
         return "it writes its output in the model's dtype only"
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    @classmethod
+    def why_not_batch_invariant(cls) -> str | None:
+        """The reason why the bits of a row depend on the other rows of its batch, or None when `batch_invariant` makes them independent."""
+        return "how it sums depends on the batch"
+
+    def __init__(self, spec: AttentionSpec, *, batch_invariant: bool = False) -> None:
         self.spec = spec
+        self.batch_invariant = batch_invariant  # a row has the same bits in every batch, as a prompt's and as a decode's
 
     def rehearsal(self, limits: BatchBounds, block_size: int, dtype: torch.dtype, device: torch.device) -> Sequence[BatchBounds]:
         """Batches that, run once each, make the backend load every kernel that any batch within `limits` may ask for. None for backends

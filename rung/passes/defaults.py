@@ -5,8 +5,9 @@ from __future__ import annotations
 from rung.config import CompileConfig
 from rung.errors import PassError
 from rung.passes.cleanup import DeadCode, Duplicates, NoopElimination
-from rung.passes.extension import load_pass
+from rung.passes.extension import load_pass, load_provider
 from rung.passes.fusion import FlatRows, Projections, ResidualAdd, act_mul, act_quant, add_norm, norm_quant, qk_norm_rope, rms_norm
+from rung.passes.invariant import BatchInvariant
 from rung.passes.manager import GraphPass, PassManager
 
 # Passes over the whole graph, which `rung.compile.whole` makes: what they join lies on both sides of a split op.
@@ -24,8 +25,9 @@ def _recognising() -> list[GraphPass]:
     return [NoopElimination(), rms_norm(), act_mul()]
 
 
-def _joining() -> list[GraphPass]:
-    return [qk_norm_rope(), FlatRows(), Projections(), Duplicates(), norm_quant(), act_quant(), add_norm()]
+def _joining(config: CompileConfig) -> list[GraphPass]:
+    products: GraphPass = BatchInvariant() if config.batch_invariant else Projections()
+    return [qk_norm_rope(), FlatRows(), products, Duplicates(), norm_quant(), act_quant(), add_norm()]
 
 
 def _late() -> list[GraphPass]:
@@ -37,7 +39,7 @@ def pass_manager(config: CompileConfig) -> PassManager:
     and the other fusions, those that take more together first. Residual additions are looked at behind lowering, where the sums stand
     that fused ops were lowered to. Raises `PassError`."""
     own = [load_pass(given) for given in config.passes]
-    passes, late = [*_recognising(), *own, *_joining()], _late()
+    passes, late = [*_recognising(), *own, *_joining(config)], _late()
     names = [*WHOLE_PASSES, *(item.name for item in (*passes, *late))]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -46,9 +48,14 @@ def pass_manager(config: CompileConfig) -> PassManager:
         unknown = next((name for name in given if name not in names), None)
         if unknown is not None:
             raise PassError(f"{field} names {unknown!r}, which is no pass", hint=f"there are {', '.join(names)}")
-    return PassManager([item for item in passes if is_on(item.name, config)], [item for item in late if is_on(item.name, config)])
+    providers = [load_provider(given) for given in config.providers]
+    return PassManager(
+        [item for item in passes if is_on(item.name, config)],
+        [item for item in late if is_on(item.name, config)],
+        providers=providers,
+    )
 
 
 def pass_names() -> tuple[str, ...]:
     """rung's own passes, for `without_passes` to name."""
-    return (*WHOLE_PASSES, *(item.name for item in (*_recognising(), *_joining(), *_late())))
+    return (*WHOLE_PASSES, *(item.name for item in (*_recognising(), *_joining(CompileConfig()), *_late())))

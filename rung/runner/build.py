@@ -75,9 +75,10 @@ class _Attention:
     types: Mapping[AttentionSpec, type[AttentionBackend]]
     support: CaptureSupport
     why: str
+    batch_invariant: bool
 
     def make(self, spec: AttentionSpec) -> AttentionBackend:
-        return self.types[spec](spec)
+        return self.types[spec](spec, batch_invariant=True) if self.batch_invariant else self.types[spec](spec)
 
 
 def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters | None = None) -> tuple[ModelRunner, StartUp]:
@@ -95,9 +96,10 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     trace = open_step_trace(config, attention.support)
     forward: Forward = EagerForward(module, counters)
     call: Callable[..., Any] = module
+    options: dict[str, Any] = {"batch_invariant": True} if config.batch_invariant else {}
     if not config.eager:
         with start.phase("compile"):
-            compiled, start.compile = compile_model(module, device, config.max_num_tokens, counters)
+            compiled, start.compile = compile_model(module, device, config.max_num_tokens, counters, **options)
         if start.compile.source == "compiled" and start.kernel_launches == "prebound":
             build_kernels(module, compiled, config, device, start, counters)
         addresses = _addresses(compiled, module, config)
@@ -105,7 +107,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     elif config.graphs != "none":
         raise ConfigError("graphs need a compiled model, and eager=True asks for none", hint='use graphs="none", or eager=False')
     with start.phase("allocate"):
-        ops, start.step_ops = default_ops(device)
+        ops, start.step_ops = default_ops(device, batch_invariant=config.batch_invariant)
         groups = kv_groups(attention_layers(module), config, cache_dtype(config, dtype))
         profiled = needs_profile(config, groups, device)
         runner = ModelRunner(
@@ -230,11 +232,13 @@ def _addresses(compiled: CompiledFunction, module: nn.Module, config: RunnerConf
 def _choose_attention(module: nn.Module, config: RunnerConfig, dtype: torch.dtype, device: torch.device) -> _Attention:
     specs = dict.fromkeys(layer.spec for layer in attention_layers(module).values())
     fp8 = config.kv_cache_dtype == "fp8"
-    chosen = {spec: select_backend(spec, dtype, device, config.block_size, config.attention_backend, fp8_cache=fp8) for spec in specs}
+    options: dict[str, Any] = {"fp8_cache": fp8, "batch_invariant": config.batch_invariant}
+    chosen = {spec: select_backend(spec, dtype, device, config.block_size, config.attention_backend, **options) for spec in specs}
     if not chosen:
         raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
     return _Attention(
         types={spec: backend for spec, (backend, _) in chosen.items()},
+        batch_invariant=config.batch_invariant,
         support=min(backend.capture_support for backend, _ in chosen.values()),
         why="; ".join(dict.fromkeys(why for _, why in chosen.values())),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -70,9 +71,9 @@ def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfi
     runner = ModelRunner(
         module,
         config,
-        backend=TritonPaged,
+        backend=partial(TritonPaged, batch_invariant=config.batch_invariant),
         forward=EagerForward(compiled),
-        ops=default_ops(device)[0],
+        ops=default_ops(device, batch_invariant=config.batch_invariant)[0],
         num_blocks=PROFILE_BLOCKS,
         transfer=NoTransfer(device),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("test_triton_paged", "test_triton_rotary", "test_fp8_cache", "test_fp8_output")
+NAMES = ("test_triton_paged", "test_triton_rotary", "test_fp8_cache", "test_fp8_output", "test_batch_invariant")
 KERNEL_TESTS = tuple(f"tests/attention/{name}.py" for name in NAMES)
 
 

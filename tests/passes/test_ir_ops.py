@@ -34,7 +34,8 @@ def test_op_with_providers_can_be_tested(op: IROp) -> None:
     for result, wanted in zip(results, op.body(*args), strict=True):
         assert torch.equal(result, wanted)
     for provider in op.providers:
-        assert provider.why_not(*args) == "'cpu' is no CUDA device"
+        asked = provider.name == "batch_invariant"
+        assert provider.why_not(*args) == ("batch invariance was not asked for" if asked else "'cpu' is no CUDA device")
 
 
 LAYOUTS = {
@@ -70,7 +71,28 @@ def test_a_norm_whose_weight_does_not_fit_is_refused_as_its_body_is() -> None:
 def test_reason_names_what_is_not_taken() -> None:
     provider, refused = LINEAR.choose(torch.randn(2, 3), torch.randn(4, 3), None, "")
     assert provider is None
-    assert refused == {"triton": "'cpu' is no CUDA device"}
+    here = dict.fromkeys(("gemv", "triton", "cublas"), "'cpu' is no CUDA device")
+    assert refused == {"batch_invariant": "batch invariance was not asked for", **here}
+
+
+def test_the_provider_is_chosen_by_the_number_of_rows_and_the_report_says_where() -> None:
+    def provider(name: str, most: int | None, added: float) -> Provider:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return x + added
+
+        return Provider(name, lambda x: None, run, lambda x: "64x32", None if most is None else lambda x: most)
+
+    providers = provider("vector", 1, 1.0), provider("tiles", 4, 2.0), provider("none", 2, 3.0), provider("library", None, 4.0)
+    op = define_ir_op("test_by_rows(Tensor x) -> Tensor", lambda x: x.clone(), providers)
+    assert [float(op.overload(torch.zeros(rows, 1)).mean()) for rows in (1, 2, 4, 5)] == [1.0, 2.0, 2.0, 4.0]
+    assert op.describe(torch.zeros(1, 1)) == "vector to 1, tiles to 4, library beyond: 64x32"
+
+
+def test_a_product_has_a_provider_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rung.passes.kernels.support._why_not_device", lambda device: None)
+    x, weight = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(6144, 4096, dtype=torch.bfloat16)
+    assert LINEAR.describe(x, weight, None, "") == "gemv to 1, triton to 64, cublas beyond: 6144x4096"
+    assert LINEAR.describe(x, weight, None, "", True) == "batch_invariant: 6144x4096"
 
 
 def _define(name: str, *providers: tuple[str, str | None]) -> IROp:

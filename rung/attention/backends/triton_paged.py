@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, padded, plan_launch, query_blocks, rehearsal_batches
+from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, invariant_launch, padded, plan_launch, query_blocks, rehearsal_batches
 from rung.attention.backends.rotary_write import rotate_and_write_triton
 from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
@@ -71,14 +71,18 @@ class TritonPaged(AttentionBackend):
     """Triton paged attention. All lengths are read on the device, so it captures mixed batches; sums are float32.
 
     The partial results of split keys are allocated for the call: in a capture they come from the graph's pool. `launch` overrides
-    the planned launch, for tuning."""
+    the planned launch, for tuning. Batch invariant: one launch for prompts and decodes, no split keys, and always over the cache."""
 
     name: ClassVar[str] = "triton_paged"
     capture_support: ClassVar[CaptureSupport] = CaptureSupport.ALWAYS
 
-    def __init__(self, spec: AttentionSpec, launch: Launch | None = None) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: AttentionSpec, launch: Launch | None = None, *, batch_invariant: bool = False) -> None:
+        super().__init__(spec, batch_invariant=batch_invariant)
         self.launch = launch
+
+    @classmethod
+    def why_not_batch_invariant(cls) -> str | None:
+        return None
 
     @classmethod
     def why_not(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
@@ -134,7 +138,7 @@ class TritonPaged(AttentionBackend):
     def forward_given_keys(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata
     ) -> None:
-        if not metadata.only_first_chunks:
+        if self.batch_invariant or not metadata.only_first_chunks:
             self.forward(query, cache, out, metadata)
         else:
             self._attend_given(query, key, value, out, metadata, None)
@@ -150,7 +154,7 @@ class TritonPaged(AttentionBackend):
     ) -> None:
         if self.why_not_fp8_output(query.device) is not None:
             super().forward_quantised(query, cache, out, scale, metadata, given)
-        elif given is not None and metadata.only_first_chunks:
+        elif given is not None and metadata.only_first_chunks and not self.batch_invariant:
             self._attend_given(query, *given, out, metadata, scale)
         else:
             self._attend_cache(query, cache, out, metadata, scale)
@@ -216,6 +220,8 @@ class TritonPaged(AttentionBackend):
             )  # fmt: skip
 
     def _plan(self, query: torch.Tensor, metadata: AttentionMetadata, block_size: int) -> Launch:
+        if self.batch_invariant:
+            return invariant_launch(self.spec, query.element_size())
         return plan_launch(
             self.spec,
             num_tokens=query.shape[0],

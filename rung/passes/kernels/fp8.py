@@ -46,8 +46,16 @@ def with_residual(args: Sequence[Any], residual: Any) -> tuple[Any, ...]:
 
 
 def why_not_linear(
-    x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, dtype: Any
+    x: torch.Tensor,
+    x_scale: Scale,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: Scale,
+    dtype: Any,
+    invariant: bool = False,
 ) -> str | None:
+    if invariant:
+        return "batch invariance was asked for"
     if (reason := why_not_fp8(x, (weight,), bias)) is not None:
         return reason
     if dtype != torch.bfloat16 or x.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
@@ -57,11 +65,19 @@ def why_not_linear(
     return None
 
 
-def describe_linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, dtype: Any) -> str:
+def describe_linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, *_: Any) -> str:
     return "weights alone" if x_scale is None else f"{weight.shape[0]}x{weight.shape[1]} {_many(weight, weight_scale)}"
 
 
-def linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, dtype: Any) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    x_scale: Scale,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: Scale,
+    dtype: Any,
+    invariant: bool = False,
+) -> torch.Tensor:
     given = Weight(weight, weight_scale, None, bias)
     if x_scale is None:
         tiles = tiles_for(*x.shape[:1], *weight.shape, fp8=Dtypes(weights=True, squares=weight_scale.dim() == 2))

@@ -50,7 +50,7 @@ def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any]) -> None:
             for entry, run in runs.items():
                 came = _run_seeded(run, values)
                 for index, (node, want, got) in enumerate(zip(outputs, expected, came, strict=True)):
-                    if not _uninitialised(node) and not _agree(want, got, least_error):
+                    if not is_uninitialised(node) and not _agree(want, got, least_error):
                         raise InternalError(
                             f"output {index} of a piece differs between its {entry} and the traced graph at size {size}",
                             hint="report it with the files that RUNG_DUMP=<folder> writes",
@@ -137,12 +137,12 @@ def _copy(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _uninitialised(node: torch.fx.Node) -> bool:
+def is_uninitialised(node: torch.fx.Node) -> bool:
     """Whether a value is memory that nobody has written yet: an attention output before its break."""
     name = str(getattr(node.target, "__name__", node.target))
     if name in ("empty", "empty_like", "new_empty", "empty_strided"):
         return True
-    return name in ("view", "reshape", "flatten", "unsqueeze", "transpose") and _uninitialised(node.all_input_nodes[0])
+    return name in ("view", "reshape", "flatten", "unsqueeze", "transpose") and is_uninitialised(node.all_input_nodes[0])
 
 
 def _sample(value: Any, size: int, generator: torch.Generator) -> Any:

@@ -186,12 +186,16 @@ def example_inputs(device: torch.device) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.zeros(2, dtype=torch.int32, device=device), "positions": torch.arange(2, device=device)}
 
 
+def compile_config(max_num_tokens: int, **options: Any) -> CompileConfig:
+    """How a model's forward is compiled."""
+    return CompileConfig(dynamic={"input_ids": {0: DIM}, "positions": {0: DIM}}, maximum=max_num_tokens, **options)
+
+
 def compile_example(
     module: nn.Module, example: Mapping[str, torch.Tensor], max_num_tokens: int, counters: Counters, **options: Any
 ) -> tuple[CompiledFunction, CompileReport]:
     """As `compile_model`, for given `example_inputs`."""
-    config = CompileConfig(dynamic={"input_ids": {0: DIM}, "positions": {0: DIM}}, maximum=max_num_tokens, **options)
-    entry = Entry(module.forward, config, counters)
+    entry = Entry(module.forward, compile_config(max_num_tokens, **options), counters)
     with torch.no_grad():
         variant = entry.variant(example)
     return variant.compiled, variant.report

@@ -276,7 +276,7 @@ class Driver:
             ]
             if not any(map(torch_compat.is_fake, weights)):  # a build without the device can run nothing
                 cases.append((piece, blobs[plan.pieces[index][1]], weights))
-        check_pieces(cases, report)
+        check_pieces(cases, report, self.counters)
         for piece in graph.pieces:
             piece.graph_module.graph = torch.fx.Graph()  # the fake tensors on its nodes keep the whole trace alive
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,9 +14,11 @@ from rung.compile.fake_kernels import CheckedInterpreter
 from rung.compile.pieces import Piece
 from rung.compile.report import CompileReport
 from rung.compile.split import mutates
+from rung.counters import Count, Counters
 from rung.errors import InternalError
 from rung.launch import Rehearsal, launch_road, rehearse_launches
 
+_log = logging.getLogger(__name__)
 _SIZES = (1, 3)  # of every dynamic dimension
 _RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 # Activations are rounded to e4m3 (2^-4 of a value) in some kernels for a product and not in others, and a piece has up to four in a row.
@@ -60,31 +62,42 @@ def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any]) -> None:
 Case = tuple[Piece, bytes, Sequence[Any]]  # a piece, its artifact, the module's tensors among its inputs
 
 
-def check_pieces(cases: Sequence[Case], report: CompileReport) -> None:
+def check_pieces(cases: Sequence[Case], report: CompileReport, counters: Counters) -> None:
     """`check_piece` of all. On a device our own kernels are built at once before, and not one after another at their first launch."""
     tensors = (weight for _, _, weights in cases for weight in weights if isinstance(weight, torch.Tensor))
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     if device.type == "cuda" and launch_road() == "prebound":
         with report.clock("build kernels"):
-            major, minor = torch.cuda.get_device_capability(device)
-            find_kernels(cases, 10 * major + minor).build(os.cpu_count() or 1, torch_compat.compile_workers())
+            _build_kernels(cases, device, counters)
     with report.clock("compare once"):
         for case in cases:
             check_piece(*case)
 
 
+def _build_kernels(cases: Sequence[Case], device: torch.device, counters: Counters) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    try:
+        rehearsal = find_kernels(cases, 10 * major + minor)
+    except Exception as error:  # a piece that does more than tensor operations
+        counters.add(Count.UNFORESEEN_KERNELS)
+        _log.warning("kernels are built one by one: %s: %s", type(error).__name__, error)
+        return
+    rehearsal.build(os.cpu_count() or 1, torch_compat.compile_workers())
+
+
 def find_kernels(cases: Iterable[Case], capability: int) -> Rehearsal:
-    """The images of our own kernels that `check_piece` will ask for, piece by piece. What lies behind such a kernel computes with memory
-    that nobody has written, and nobody looks at the result."""
+    """The images of our own kernels that `check_piece` will ask for, from runs on tensors without memory: on the device, what lies behind a
+    kernel that is only noted would read garbage, perhaps as indices. Raises `CompileError` for pieces that cannot run so."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), rehearse_launches(capability) as rehearsal:
         for piece, blob, weights in cases:
-            raw = torch_compat.raw_callable(torch_compat.deserialize_artifact(blob)) or _nothing
+            raw = torch_compat.raw_callable(torch_compat.deserialize_artifact(blob))
+            run = torch_compat.memoryless(raw or _nothing)
             placeholders = piece.graph_module.graph.find_nodes(op="placeholder")
-            in_place = any(mutates(node) for node in piece.graph_module.graph.nodes)
             for size in _SIZES:
                 values = _values(placeholders, weights, size, generator)
-                _run_seeded(functools.partial(raw, _own(values, in_place)), values)
+                with torch_compat.fakes_of(values) as fakes:
+                    run(fakes)
     return rehearsal
 
 

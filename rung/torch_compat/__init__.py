@@ -46,7 +46,7 @@ from rung.torch_compat.inductor import (
     serialize_artifact,
 )
 from rung.torch_compat.keys import device_factors, toolchain_factors
-from rung.torch_compat.memoryless import fake_mode_of, memoryless
+from rung.torch_compat.memoryless import fake_mode_of, fakes_of, memoryless
 from rung.torch_compat.passes import PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
 from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
@@ -103,6 +103,7 @@ __all__ = [
     "end_allocation_to_pool",
     "evaluate_size",
     "fake_mode_of",
+    "fakes_of",
     "free_symbols",
     "function_modes",
     "generator_key",

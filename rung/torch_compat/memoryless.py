@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,15 @@ def _layout(argument: Any) -> Any:
     if not isinstance(argument, torch.Tensor):
         return argument
     return argument.shape, argument.stride(), argument.storage_offset(), argument.dtype
+
+
+@contextlib.contextmanager
+def fakes_of(values: Sequence[Any]) -> Iterator[list[Any]]:
+    """Tensors of the layouts of `values` without memory (other values as they are); inside, new tensors have none either."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        yield [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def fake_mode_of(module: torch.nn.Module) -> Any:

@@ -12,6 +12,7 @@ from rung import torch_compat
 from rung.compile import driver, selfcheck
 from rung.compile.report import CompileReport
 from rung.compile.selfcheck import _agree, _copy
+from rung.counters import Counters
 from rung.passes.ir import linear
 from rung.passes.kernels import support
 
@@ -46,7 +47,7 @@ def test_the_kernels_of_a_comparison_are_found_before_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(support, "_why_not_device", lambda device: None)
     noted: list[set[str]] = []
 
-    def check(cases: list[selfcheck.Case], report: CompileReport) -> None:
+    def check(cases: list[selfcheck.Case], report: CompileReport, counters: Counters) -> None:
         rehearsal = selfcheck.find_kernels(cases, 90)
         noted.extend({launcher.name} for launcher, _, _ in rehearsal.wanted.values())
 

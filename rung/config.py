@@ -91,6 +91,7 @@ class CompileConfig:
     on_guard_violation: GuardPolicy = "retrace"  # when something that the trace has read was changed; `max_variants` bounds the traces
     drop_guards: tuple[str, ...] = ()  # kinds of GUARD_KINDS that are not checked
     max_variants: int = 8  # traces kept for other dtypes, ranks, constant arguments and states of the module
+    progress: bool = True  # a bar while several pieces are compiled, if the error stream is a terminal
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
     factors: Mapping[str, Any] = field(default_factory=dict)  # what else the code depends on, such as a variable that a custom op reads
     batch_invariant: bool = False  # the bits of a row do not depend on the number of rows; an error for what cannot be so

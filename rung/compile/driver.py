@@ -28,8 +28,9 @@ from rung.compile.fingerprint import fingerprint
 from rung.compile.garbage import without_collections
 from rung.compile.guards import Roots
 from rung.compile.paths import Path
-from rung.compile.piece_compiler import MISS_HINT, PieceCompiler
+from rung.compile.piece_compiler import MISS_HINT, PieceBlob, PieceCompiler
 from rung.compile.plan import CompilePlan, TensorSpec
+from rung.compile.progress import piece_progress
 from rung.compile.report import CompileReport
 from rung.compile.rows import Verdicts, output_dims, prove_rows
 from rung.compile.selfcheck import Case, check_pieces
@@ -63,7 +64,7 @@ class Driver:
         """Trace and compile `function` for the bound arguments `locals_` (self excluded), or load it from the store.
 
         `tensors` are the tensor arguments, `dims` the dynamic dimensions as argument -> {dim: name}."""
-        report = CompileReport()
+        report = CompileReport(title=_entry_name(function).rpartition(":")[2])
         owner = _owner(function)
         with report.clock("import Dynamo"), torch_compat.quiet_compiler():
             torch_compat.import_keys()
@@ -227,7 +228,7 @@ class Driver:
 
     def compile_traced(self, traced: TracedGraph) -> CompiledFunction:
         """Compile a graph whose guards somebody else keeps; pieces come from and go to the store, the plan does not."""
-        report = CompileReport(source="compiled", reason="traced by torch.compile")
+        report = CompileReport(title="a graph", source="compiled", reason="traced by torch.compile")
         dump = Dump.of("torch_compile:graph", key_of({"id": id(traced)}))
         dump.traced(traced)
         placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
@@ -251,8 +252,11 @@ class Driver:
         self.counters.add(Count.PIECES, sum(step.piece is not None for step in graph.steps))
         self.counters.add(Count.UNIQUE_PIECES, len(graph.pieces))
         code = self.pieces.factors(device)
-        with report.clock("compile"):
-            compiled = [self.pieces.blob(index, piece, traced, code, report, dump) for index, piece in enumerate(graph.pieces)]
+        compiled: list[PieceBlob] = []
+        with report.clock("compile"), piece_progress(report.title, len(graph.pieces), wanted=self.config.progress) as advance:
+            for index, piece in enumerate(graph.pieces):
+                compiled.append(self.pieces.blob(index, piece, traced, code, report, dump))
+                advance()
         uses = [sum(step.piece == index for step in graph.steps) for index in range(len(graph.pieces))]
         reports = [*zip(report.passes, uses, strict=True), *([] if whole is None else [(whole.passes, 1)])]
         check_expectations(self.config.expect, reports)

@@ -14,6 +14,7 @@ class CompileReport:
     """What one compile did and how long each phase took."""
 
     plan_key: str = ""
+    title: str = ""  # what is compiled, for people
     dump: Any = None  # the `Dump` of this compile
     source: str = ""  # "compiled" or "loaded"
     reason: str = ""  # why it was not loaded

@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import subprocess
+import sys
+import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

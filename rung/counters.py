@@ -20,6 +20,8 @@ class Count(StrEnum):
     DYNAMO_TRACES = "dynamo_traces"
     INDUCTOR_COMPILES = "inductor_compiles"
     UNHINTED_COMPILES = "unhinted_compiles"  # pieces whose hinted compile restricted sizes, so that they were compiled without hints
+    SIZE_VARIANTS = "size_variants"  # compiles for single sizes and ranges of the dynamic dimension
+    VARIANT_FAILURES = "variant_failures"  # of them in the background, that failed
     PIECES = "pieces"
     UNIQUE_PIECES = "unique_pieces"
     PLAN_HITS = "plan_hits"

@@ -6,6 +6,7 @@ they have been compared once with the loaded ones.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,32 +17,32 @@ from torch import nn
 
 from rung import torch_compat
 from rung.attention import SPLIT_OPS
-from rung.cache import Factor, Factors, Store, key_of
-from rung.compile import plan as plan_module
-from rung.compile.arguments import leaves
+from rung.cache import Factors, Store, key_of
 from rung.compile.auto_break import trace_with_breaks
 from rung.compile.bound import StepCall
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
-from rung.compile.fingerprint import fingerprint
 from rung.compile.garbage import without_collections
 from rung.compile.guards import Roots
 from rung.compile.paths import Path
 from rung.compile.piece_compiler import MISS_HINT, PieceBlob, PieceCompiler
 from rung.compile.plan import CompilePlan, TensorSpec
+from rung.compile.plan_key import entry_name, plan_factors
 from rung.compile.progress import piece_progress
 from rung.compile.report import CompileReport
 from rung.compile.rows import Verdicts, output_dims, prove_rows
-from rung.compile.selfcheck import Case, check_pieces
+from rung.compile.selfcheck import cases_of, check_pieces, load_piece
 from rung.compile.signature import self_name
+from rung.compile.size_variants import SizeVariants, Source
+from rung.compile.sizes import SizeRange
 from rung.compile.sources import type_refs
 from rung.compile.stored_plans import StoredPlans
 from rung.compile.trace import DynamicDims, TracedGraph, trace
-from rung.compile.whole import WholeReport, layers_of, run_whole, whole_factors
+from rung.compile.whole import WholeReport, layers_of, run_whole
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
-from rung.errors import ArtifactError, CacheMissError
+from rung.errors import ArtifactError, CacheMissError, InternalError
 from rung.passes.expectations import check_expectations
 
 _log = logging.getLogger(__name__)  # TORCH_LOGS="rung" shows it
@@ -64,16 +65,18 @@ class Driver:
         """Trace and compile `function` for the bound arguments `locals_` (self excluded), or load it from the store.
 
         `tensors` are the tensor arguments, `dims` the dynamic dimensions as argument -> {dim: name}."""
-        report = CompileReport(title=_entry_name(function).rpartition(":")[2])
+        report = CompileReport(title=entry_name(function).rpartition(":")[2])
         owner = _owner(function)
         with report.clock("import Dynamo"), torch_compat.quiet_compiler():
             torch_compat.import_keys()
         with report.clock("keys"):
-            factors, opaque = self._plan_factors(function, locals_, tensors, dims)
+            code = self.pieces.factors(_device(tensors, getattr(function, "__self__", None)))
+            factors, opaque = plan_factors(function, locals_, tensors, dims, self.config, code)
         report.plan_key = key_of(factors.values())
-        report.dump = Dump.of(_entry_name(function), report.plan_key)
+        report.dump = Dump.of(entry_name(function), report.plan_key)
         roots = Roots(function)
         blobs: dict[str, bytes] = {}
+        made: Source | None = None
         plan = None if opaque else self._find_plan(report, tensors, factors, roots)
         if plan is None:
             with self.store.lock("plans", report.plan_key) as again:
@@ -81,7 +84,7 @@ class Driver:
                 if opaque:
                     report.reason = f"not cacheable: attribute {opaque[0]!r} cannot be described"
                 if plan is None:
-                    plan, blobs = self._build(function, locals_, tensors, dims, report, factors, keep=not opaque)
+                    plan, blobs, made = self._build(function, locals_, tensors, dims, report, factors, keep=not opaque)
         if report.source != "compiled":
             self.counters.add(Count.PLAN_HITS)
             self.store.log("hit", "plans", report.plan_key)
@@ -93,8 +96,15 @@ class Driver:
                 raise
             warnings.warn(f"a stored artifact could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
             report.reason = error.message
-            plan, blobs = self._build(function, locals_, tensors, dims, report, factors, keep=True)
+            plan, blobs, made = self._build(function, locals_, tensors, dims, report, factors, keep=True)
             compiled = self._load(plan, blobs, owner, report)
+        if self.config.variants:
+            ranges = [SizeRange.of(given) for given in self.config.variants]
+            retraced = functools.partial(self._trace_again, function, locals_, dims, plan, report)
+            report.variants = SizeVariants(compiled, ranges, self.pieces, code, owner, self.counters)
+            report.variants.start(lambda: made or retraced(), background=self.config.background_variants)
+        elif made is not None:
+            made[0].forget()
         report.pieces = sum(step.piece is not None for step in plan.steps)
         report.unique_pieces = len(plan.pieces)
         report.whole_passes = dict(plan.whole.passes)
@@ -106,39 +116,6 @@ class Driver:
             _log.info("%s: %s runs eagerly%s: %s", plan.entry, region.label, region.where, region.reason)
         _log.debug("%s: steps %s", plan.entry, [step.name for step in plan.steps])
         return compiled, report
-
-    # --- keys ------------------------------------------------------------------------------------------------------------------------
-
-    def _plan_factors(
-        self, function: Callable[..., Any], locals_: Mapping[str, Any], tensors: Sequence[tuple[Path, torch.Tensor]], dims: DynamicDims
-    ) -> tuple[Factors, list[str]]:
-        owner = getattr(function, "__self__", None)
-        described, opaque = fingerprint(owner) if isinstance(owner, nn.Module) else ({}, [])
-        constants = [(path, value) for path, value in leaves(locals_) if not isinstance(value, torch.Tensor)]
-        factors = Factors(self.pieces.factors(_device(tensors, owner)))
-        plan_factors = {
-            "format": plan_module.FORMAT,
-            "entry": _entry_name(function),
-            "module": described,
-            "dynamic": {name: {str(dim): symbol for dim, symbol in d.items()} for name, d in dims.items()},
-            "maximum": self.config.maximum,
-            "breaks": self.config.breaks,
-            "split_ops": sorted(self.config.split_ops),
-            "pad": sorted(self.config.pad),
-            "row_wise_ops": sorted(self.config.row_wise_ops),
-            "whole_passes": whole_factors(self.config),
-            "expect": dict(sorted(self.config.expect.items())),
-            "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
-            "constants": [[path.expression(), f"{type(value).__name__} {value!r}"] for path, value in constants],
-        }
-        for name, value in plan_factors.items():
-            factors.add(Factor(name, value, changes_code=False))
-        return factors, opaque
-
-    @staticmethod
-    def _shape(path: Path, tensor: torch.Tensor, dims: DynamicDims) -> list[int | str]:
-        named = dims.get(path.dotted(), {})
-        return [named.get(dim, extent) for dim, extent in enumerate(tensor.shape)]
 
     # --- warm ------------------------------------------------------------------------------------------------------------------------
 
@@ -166,8 +143,8 @@ class Driver:
         factors: Factors,
         *,
         keep: bool,
-    ) -> tuple[CompilePlan, dict[str, bytes]]:
-        entry = _entry_name(function)
+    ) -> tuple[CompilePlan, dict[str, bytes], Source]:
+        entry = entry_name(function)
         self.counters.add(Count.PLAN_MISSES)
         self.store.log("miss", "plans", report.plan_key, f"{entry}: {report.reason}")
         if self.store.require_hit:
@@ -175,14 +152,7 @@ class Driver:
         report.source = "compiled"
         report.passes.clear()
         dump = report.dump
-        with report.clock("import Dynamo"), torch_compat.quiet_compiler():
-            torch_compat.import_tracer()
-        with report.clock("import Inductor"), torch_compat.quiet_compiler():
-            torch_compat.import_inductor()
-        torch_compat.hash_compilers()
-        with report.clock("trace"), torch_compat.quiet_compiler():
-            traced = (trace_with_breaks if self.config.breaks == "auto" else trace)(function, locals_, dims, maximum=self.config.maximum)
-            self.counters.add(Count.DYNAMO_TRACES)
+        traced = self._trace(function, locals_, dims, report)
         dump.traced(traced)
         rows = self._prove(traced, report)
         dims_out = output_dims(traced.graph_module, traced.symbols)
@@ -215,8 +185,30 @@ class Driver:
             with report.clock("save"):
                 seconds = {**report.seconds, "compile": report.piece_seconds}
                 self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes))
-        self._check(graph, plan, blobs, _owner(function), report)
-        return plan, blobs
+        check_pieces(cases_of(graph, plan, [blobs[digest] for _, digest in pieces], _owner(function)), report, self.counters)
+        return plan, blobs, (graph, traced)
+
+    def _trace_again(
+        self, function: Callable[..., Any], locals_: Mapping[str, Any], dims: DynamicDims, plan: CompilePlan, report: CompileReport
+    ) -> Source:
+        """The split graph of a plan that came from the store."""
+        traced = self._trace(function, locals_, dims, report)
+        run_whole(traced.graph_module.graph, layers_of(Roots(function)), self.config)
+        graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
+        if [piece.key for piece in graph.pieces] != [key for key, _ in plan.pieces]:
+            raise InternalError(f"{plan.entry} was traced to other pieces than its plan has", hint="report it; leave out `variants`")
+        return graph, traced
+
+    def _trace(self, function: Callable[..., Any], locals_: Mapping[str, Any], dims: DynamicDims, report: CompileReport) -> TracedGraph:
+        with report.clock("import Dynamo"), torch_compat.quiet_compiler():
+            torch_compat.import_tracer()
+        with report.clock("import Inductor"), torch_compat.quiet_compiler():
+            torch_compat.import_inductor()
+        torch_compat.hash_compilers()
+        with report.clock("trace"), torch_compat.quiet_compiler():
+            traced = (trace_with_breaks if self.config.breaks == "auto" else trace)(function, locals_, dims, maximum=self.config.maximum)
+            self.counters.add(Count.DYNAMO_TRACES)
+        return traced
 
     def _prove(self, traced: TracedGraph, report: CompileReport) -> Verdicts:
         """Whether the rows of the dimensions to be padded are independent."""
@@ -236,7 +228,8 @@ class Driver:
         graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         pieces, blobs, _ = self._compile_pieces(graph, traced, device, report, dump)
         plan = CompilePlan("", traced.inputs, (), {}, pieces, graph.steps, graph.outputs, traced.template, ())
-        self._check(graph, plan, blobs, {}, report)
+        check_pieces(cases_of(graph, plan, [blobs[digest] for _, digest in pieces], {}), report, self.counters)
+        graph.forget()
         return self._load(plan, blobs, {}, report)
 
     def _compile_pieces(
@@ -269,21 +262,6 @@ class Driver:
         shape = tuple(named[dim] if named.get(dim) in traced.bounds else extent for dim, extent in enumerate(tensor.shape))
         return TensorSpec(str(tensor.dtype), tensor.device.type, shape)
 
-    def _check(
-        self, graph: SplitGraph, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport
-    ) -> None:
-        cases: list[Case] = []
-        for index, piece in enumerate(graph.pieces):
-            step = next(step for step in plan.steps if step.piece == index)
-            weights = [
-                plan.inputs[n].resolve(owner) if n < len(plan.inputs) and plan.inputs[n].local in owner else None for n in step.inputs
-            ]
-            if not any(map(torch_compat.is_fake, weights)):  # a build without the device can run nothing
-                cases.append((piece, blobs[plan.pieces[index][1]], weights))
-        check_pieces(cases, report, self.counters)
-        for piece in graph.pieces:
-            piece.graph_module.graph = torch.fx.Graph()  # the fake tensors on its nodes keep the whole trace alive
-
     # --- load ------------------------------------------------------------------------------------------------------------------------
 
     def _load(self, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport) -> CompiledFunction:
@@ -297,19 +275,6 @@ class Driver:
                 texts.append(text)
                 self.counters.add(Count.ARTIFACT_LOADS)
             return CompiledFunction(plan, pieces, owner, texts)
-
-
-def load_piece(blob: bytes) -> tuple[StepCall, str]:
-    """The callable of a piece (Inductor's own entry, below AOTAutograd's runtime wrapper of 7 to 11 us a call) and its source."""
-    artifact = torch_compat.deserialize_artifact(blob)
-    raw = torch_compat.raw_callable(artifact)
-    if raw is None:
-        raise ArtifactError("an artifact has no callable inside", hint="remove the folder that `rung doctor` names as the store")
-    return raw, torch_compat.artifact_source(artifact)
-
-
-def _entry_name(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}:{function.__qualname__}"
 
 
 def _owner(function: Callable[..., Any]) -> dict[str, Any]:

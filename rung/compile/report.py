@@ -16,6 +16,7 @@ class CompileReport:
     plan_key: str = ""
     title: str = ""  # what is compiled, for people
     dump: Any = None  # the `Dump` of this compile
+    variants: Any = None  # the `SizeVariants` of this compile, None without any
     source: str = ""  # "compiled" or "loaded"
     reason: str = ""  # why it was not loaded
     retraced: str = ""  # what an earlier trace had read and was changed, which made this one necessary

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rung import torch_compat
+from rung.compile.bound import StepCall
+from rung.compile.build import SplitGraph
 from rung.compile.fake_kernels import CheckedInterpreter
 from rung.compile.pieces import Piece
+from rung.compile.plan import CompilePlan
 from rung.compile.report import CompileReport
 from rung.compile.split import mutates
 from rung.counters import Count, Counters
-from rung.errors import InternalError
+from rung.errors import ArtifactError, InternalError
 from rung.launch import Rehearsal, launch_road, rehearse_launches
 
 _log = logging.getLogger(__name__)
-_SIZES = (1, 3)  # of every dynamic dimension
+SIZES = (1, 3)  # of every dynamic dimension
 _RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 # Activations are rounded to e4m3 (2^-4 of a value) in some kernels for a product and not in others, and a piece has up to four in a row.
 _RELATIVE_ERROR_FP8 = 0.1
 
 
-def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any]) -> None:
-    """Raises `InternalError` when the raw entry, the wrapper and the traced graph differ at size 1 or 3.
+def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any], sizes: Sequence[int] = SIZES) -> None:
+    """Raises `InternalError` when the raw entry, the wrapper and the traced graph differ at one of `sizes`.
 
     Size 1 is checked because the code was generated for sizes from 2: there a dimension of size 1 is addressed like any other, which is
     right because its only index is 0. `weights` are the module's tensors among the inputs, None elsewhere."""
@@ -40,7 +43,7 @@ def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any]) -> None:
     in_place = any(mutates(node) for node in nodes)
     least_error = _RELATIVE_ERROR_FP8 if any(_is_fp8(node) for node in nodes) else 0.0
     generator = torch.Generator().manual_seed(0)
-    for size in _SIZES:
+    for size in sizes:
         values = _values(placeholders, weights, size, generator)
         runs: dict[str, Callable[[], Sequence[Any]]] = {
             "graph": lambda: CheckedInterpreter(piece.graph_module).run(*_own(values, in_place)),  # noqa: B023 - called in this iteration
@@ -62,22 +65,33 @@ def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any]) -> None:
 Case = tuple[Piece, bytes, Sequence[Any]]  # a piece, its artifact, the module's tensors among its inputs
 
 
-def check_pieces(cases: Sequence[Case], report: CompileReport, counters: Counters) -> None:
+def cases_of(graph: SplitGraph, plan: CompilePlan, blobs: Sequence[bytes], owner: Mapping[str, Any]) -> list[Case]:
+    """The unique pieces of `graph` that can run here, with their artifacts: a build without the device can run nothing."""
+    cases: list[Case] = []
+    for index, (piece, blob) in enumerate(zip(graph.pieces, blobs, strict=True)):
+        step = next(step for step in plan.steps if step.piece == index)
+        weights = [plan.inputs[n].resolve(owner) if n < len(plan.inputs) and plan.inputs[n].local in owner else None for n in step.inputs]
+        if not any(map(torch_compat.is_fake, weights)):
+            cases.append((piece, blob, weights))
+    return cases
+
+
+def check_pieces(cases: Sequence[Case], report: CompileReport, counters: Counters, sizes: Sequence[int] = SIZES) -> None:
     """`check_piece` of all. On a device our own kernels are built at once before, and not one after another at their first launch."""
     tensors = (weight for _, _, weights in cases for weight in weights if isinstance(weight, torch.Tensor))
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     if device.type == "cuda" and launch_road() == "prebound":
         with report.clock("build kernels"):
-            _build_kernels(cases, device, counters)
+            _build_kernels(cases, device, counters, sizes)
     with report.clock("compare once"):
         for case in cases:
-            check_piece(*case)
+            check_piece(*case, sizes)
 
 
-def _build_kernels(cases: Sequence[Case], device: torch.device, counters: Counters) -> None:
+def _build_kernels(cases: Sequence[Case], device: torch.device, counters: Counters, sizes: Sequence[int]) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     try:
-        rehearsal = find_kernels(cases, 10 * major + minor)
+        rehearsal = find_kernels(cases, 10 * major + minor, sizes)
     except Exception as error:  # a piece that does more than tensor operations
         counters.add(Count.UNFORESEEN_KERNELS)
         _log.warning("kernels are built one by one: %s: %s", type(error).__name__, error)
@@ -85,7 +99,7 @@ def _build_kernels(cases: Sequence[Case], device: torch.device, counters: Counte
     rehearsal.build(os.cpu_count() or 1, torch_compat.compile_workers())
 
 
-def find_kernels(cases: Iterable[Case], capability: int) -> Rehearsal:
+def find_kernels(cases: Iterable[Case], capability: int, sizes: Sequence[int] = SIZES) -> Rehearsal:
     """The images of our own kernels that `check_piece` will ask for, from runs on tensors without memory: on the device, what lies behind a
     kernel that is only noted would read garbage, perhaps as indices. Raises `CompileError` for pieces that cannot run so."""
     generator = torch.Generator().manual_seed(0)
@@ -94,7 +108,7 @@ def find_kernels(cases: Iterable[Case], capability: int) -> Rehearsal:
             raw = torch_compat.raw_callable(torch_compat.deserialize_artifact(blob))
             run = torch_compat.memoryless(raw or _nothing)
             placeholders = piece.graph_module.graph.find_nodes(op="placeholder")
-            for size in _SIZES:
+            for size in sizes:
                 values = _values(placeholders, weights, size, generator)
                 with torch_compat.fakes_of(values) as fakes:
                     run(fakes)
@@ -167,3 +181,12 @@ def _sample(value: Any, size: int, generator: torch.Generator) -> Any:
     if value.dtype.is_floating_point:
         return result.copy_(torch.randn(shape, generator=generator) * 0.5)
     return result.zero_()  # integers are mostly indices; 0 is valid for all of them
+
+
+def load_piece(blob: bytes) -> tuple[StepCall, str]:
+    """The callable of a piece (Inductor's own entry, below AOTAutograd's runtime wrapper of 7 to 11 us a call) and its source."""
+    artifact = torch_compat.deserialize_artifact(blob)
+    raw = torch_compat.raw_callable(artifact)
+    if raw is None:
+        raise ArtifactError("an artifact has no callable inside", hint="remove the folder that `rung doctor` names as the store")
+    return raw, torch_compat.artifact_source(artifact)

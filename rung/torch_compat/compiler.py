@@ -41,8 +41,9 @@ def import_inductor() -> None:
 
 @contextlib.contextmanager
 def quiet_compiler() -> Iterator[None]:
-    """Keep the compiler's deprecation chatter out of a program that turns warnings into errors."""
-    with warnings.catch_warnings():
+    """Keep the compiler's deprecation chatter out of a program that turns warnings into errors. Filters are the process's: one thread at a
+    time."""
+    with compile_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)  # the user's choice, not ours

@@ -129,7 +129,8 @@ def test_a_process_that_is_ended_leaves_no_process_and_the_next_one_heals(number
     assert process.stdout.readline() == "compiling\n"
     time.sleep(seconds)
     process.send_signal(number)
-    assert process.wait(60) != 0
+    process.communicate(timeout=60)
+    assert process.returncode != 0
     limit = time.monotonic() + 20
     while members(process.pid) and time.monotonic() < limit:
         time.sleep(0.2)

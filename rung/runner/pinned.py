@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rung import torch_compat
+
 _LEAST_BYTES = 1 << 12
 
 
@@ -88,6 +90,8 @@ def shared_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     if pinned_pool(device) is None:
         return torch.zeros(shape, dtype=dtype, device=device), None
     memory = _pinned(math.prod(shape) * dtype.itemsize).zero_()
+    if torch_compat.is_fake(memory):  # a rehearsal without memory
+        return torch.zeros(shape, dtype=dtype, device=device), None
     seen = memory.view(dtype).view(shape).numpy()
     return _mapped(memory, device).view(dtype).view(shape), seen
 

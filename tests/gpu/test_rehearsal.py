@@ -55,9 +55,10 @@ def test_steps_load_nothing_after_the_start(graphs: str, tmp_path: Path) -> None
         assert loaded() == before
 
 
-def test_a_store_built_without_the_device_serves_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", [False, True], ids=["without the device", "with it"])
+def test_a_store_that_was_precompiled_serves(native: bool, tmp_path: Path) -> None:
     env = {**os.environ, "RUNG_CACHE_DIR": str(tmp_path), "RUNG_CACHE_BASE": ""}
-    target = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
+    target = "native" if native else "h200" if "H200" in torch.cuda.get_device_name() else "h100"
     built = _run(env, "precompile", "smollm2-135m", "--target", target, "--requests", "8", "--jobs", "8")
     assert built["results"][0]["kernels"] > 40
     _run(env, "bench", "smollm2-135m", "--require-hit", "--sizes", "1,2,8", "--modes", "compiled,piecewise,full", "--repeats", "2")

@@ -97,6 +97,18 @@ def test_a_layer_of_transformers_has_norm_quant_twice_and_act_quant_once(archite
         torch.testing.assert_close(graph(*inputs, *module.parameters()), module(*inputs), atol=2e-2, rtol=2e-2)
 
 
+def test_what_a_norm_or_activation_quantises_for_products_is_left_to_them() -> None:
+    """Joined with each product it would be quantised once for each of them."""
+    module = layers("Llama", torch.bfloat16)
+    quantize_fp8(module)
+    inputs = [torch.randn(1, 6, size).bfloat16() for size in (SIZES["hidden_size"], SIZES["head_dim"], SIZES["head_dim"])]
+    with torch.no_grad():
+        graph = traced_module(module, *inputs)
+        joined = Projections(lambda op, args: None)
+        found = run(graph, rms_norm(), act_mul(), FlatRows(), joined, Duplicates(), norm_quant(), act_quant())
+        assert (found["norm_quant"], found["silu_mul_quant"], found.get("fp8_quant_linear", 0)) == (2, 1, 0)
+
+
 @pytest.mark.parametrize(("scheme", "size", "scales", "suffix"), CASES, ids=[case[0] for case in CASES])
 def test_all_between_two_attentions_is_one_op(scheme: Scheme, size: int, scales: dict[str, float] | None, suffix: str) -> None:
     block = Block(size, scheme, scales)

@@ -122,6 +122,33 @@ def test_halves_of_cos_that_differ_are_left_alone(monkeypatch: pytest.MonkeyPatc
     assert [miss["reason"] for miss in report.passes["near_misses"]] == ["the halves of cos and sin are not known to be equal"]
 
 
+@pytest.mark.parametrize("case", ["dtypes", "epsilon", "half"])
+def test_dtypes_and_attributes_that_do_not_fit_are_left_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases T78 and T80: cos and sin in a wider dtype, norms with different constants, heads that are cut elsewhere."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    model = flat("Qwen3", head_dim=16)
+    if case == "dtypes":
+        model = model.bfloat16()
+        bind_dense(model, LENGTH)
+        forward = type(model.base.rotary_emb).forward
+        monkeypatch.setattr(type(model.base.rotary_emb), "forward", lambda self, x, position_ids: forward(self, x.float(), position_ids))
+    elif case == "epsilon":
+        model.base.layers[0].self_attn.k_norm.variance_epsilon = 1e-3
+    else:
+        monkeypatch.setattr(modeling_qwen3, "rotate_half", lambda x: torch.cat((-x[..., 4:], x[..., :4]), dim=-1))
+    wanted = {
+        "dtypes": "the rotation of the query mixes dtypes: torch.bfloat16, torch.float32",
+        "epsilon": "query and key are normed differently",
+        "half": "heads of 16 are cut at 4, which is not the middle",
+    }[case]
+    report, call = rewrite(model)
+    assert report.passes["rope_kv_write"] == {"rope_kv_write": 0}
+    assert [miss["reason"] for miss in report.passes["near_misses"]] == [wanted]
+    if case != "dtypes":  # the dense cache has one dtype
+        torch.testing.assert_close(outputs(model, call), outputs(model, model))
+
+
 # --- attention and quantisation --------------------------------------------------------------------------------------------------------
 
 

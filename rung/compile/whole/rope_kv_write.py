@@ -46,8 +46,9 @@ class _Rotated:
 
 
 class RopeKVWrite:
-    """Preconditions: query and key are rotated by the same cos and sin, whose halves are equal, at the middle of a head; both are normed
-    alike or neither is; the write is read by its attention alone, and what it wrote is what that attention is given."""
+    """Preconditions: query and key are rotated by the same cos and sin, in their own dtype, whose halves are equal, at the middle of a
+    head; both are normed alike or neither is; the write is read by its attention alone, and what it wrote is what that attention is
+    given."""
 
     name = "rope_kv_write"
 
@@ -111,12 +112,26 @@ def _why_not(query: _Rotated, key: _Rotated, write: fx.Node, given: dict[str, An
         return "query and key are normed differently"
     if fake(query.source).shape[-1] != 2 * query.half:
         return f"heads of {fake(query.source).shape[-1]} are cut at {query.half}, which is not the middle"
+    if (reason := _why_not_layout(query, key, given)) is not None:
+        return reason
     if (write.args[0], write.args[1], write.args[2]) != (given["key"], given["value"], given["layer"]):
         return "what is written is not what the attention is given"
     if len(write.users) != 1:
         return "the write has another reader"
     if any(not _has_equal_halves(angle) for angle in (query.cos, query.sin)):
         return "the halves of cos and sin are not known to be equal"
+    return None
+
+
+def _why_not_layout(query: _Rotated, key: _Rotated, given: dict[str, Any]) -> str | None:
+    for name, side in (("query", query), ("key", key)):
+        dtypes = {fake(node).dtype for node in (side.source, side.cos, side.sin, given[name])}
+        if len(dtypes) > 1:
+            return f"the rotation of the {name} mixes dtypes: {', '.join(sorted(map(str, dtypes)))}"
+        if fake(side.source).dim() != 4 or fake(side.source).shape[0] != 1:
+            return f"the {name} has shape {tuple(fake(side.source).shape)}, not [1, heads, tokens, head_size]"
+    if any(fake(angle).dim() != 3 or fake(angle).shape[0] != 1 for angle in (query.cos, query.sin)):
+        return "cos and sin are not [1, tokens, head_size]"
     return None
 
 

@@ -34,9 +34,11 @@ from rung.passes.ir import (
     SILU_AND_MUL,
     IROp,
 )
+from rung.passes.kernels.invariant import NOT_ASKED
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default, FP8_LINEAR.overload)
+_VIEWS = (aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default)
 _META = ("stack_trace", "nn_module_stack", "original_aten")  # the names in traces come from these
 _ACTIVATIONS: dict[Any, str] = {SILU_AND_MUL.overload: "silu", GELU_AND_MUL.overload: "gelu"}
 
@@ -44,7 +46,13 @@ _ACTIVATIONS: dict[Any, str] = {SILU_AND_MUL.overload: "silu", GELU_AND_MUL.over
 def takes(op: IROp, args: tuple[Any, ...]) -> str | None:
     """Why no provider takes the op with such arguments, or None."""
     provider, refused = op.choose(*args)
-    return None if provider is not None else "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    if provider is not None:
+        return None
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        by_reason.setdefault(reason, []).append(name)
+    by_reason.pop(NOT_ASKED, None)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
 class Projections:
@@ -117,8 +125,8 @@ class _Join:
 
     def alone(self, product: Product) -> None:
         """A product that nothing was joined with becomes an op too, which chooses by the number of rows; an e4m3 one together with its
-        quantisation, which few rows do without."""
-        if product.stands_alone:
+        quantisation, which one row does without. Not where the quantisation is shared, or goes with what computes the rows."""
+        if product.stands_alone and (type(product) is Product or _comes_as_it_is(product.x)):
             self._put(product.linear, (product.x, *product.weight, "", *product.last), (product.node,), product.nodes)
 
     def blocks(self) -> None:
@@ -170,6 +178,16 @@ class _Join:
     def _miss(self, reason: str) -> None:
         key = f"near miss: {reason}"
         self.report[key] = self.report.get(key, 0) + 1
+
+
+def _comes_as_it_is(x: fx.Node) -> bool:
+    """Whether rows are read by one product, and come from outside of the piece or out of a product."""
+    if len(x.users) != 1:
+        return False
+    while x.target in _VIEWS and isinstance(x.args[0], fx.Node):
+        x = x.args[0]
+    x = x.args[0] if x.target is operator.getitem and isinstance(x.args[0], fx.Node) else x
+    return x.op == "placeholder" or "linear" in str(x.target) or "block" in str(x.target) or x.target in _PRODUCTS
 
 
 def _sum(node: Any) -> tuple[Product, fx.Node] | None:

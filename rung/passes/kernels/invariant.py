@@ -18,6 +18,7 @@ from rung.passes.kernels.support import rows_of, runs_triton
 
 Scale = torch.Tensor | None
 Body = Callable[..., torch.Tensor]
+NOT_ASKED = "batch invariance was not asked for"
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -31,7 +32,7 @@ def tiles(dtype: torch.dtype) -> Tiles:
 
 def why_not_linear(x: torch.Tensor, weight: torch.Tensor, bias: Scale, activation: str, invariant: bool = False) -> str | None:
     if not invariant:
-        return "batch invariance was not asked for"
+        return NOT_ASKED
     return None if weight.stride(-1) == 1 else "the weight's rows are not contiguous"
 
 
@@ -51,7 +52,7 @@ def why_not_fp8_linear(
     dtype: torch.dtype,
     invariant: bool = False,
 ) -> str | None:
-    return None if invariant else "batch invariance was not asked for"
+    return None if invariant else NOT_ASKED
 
 
 def fp8_linear(

@@ -43,8 +43,8 @@ def plan_launch(
 
     Decode reads each key once for one group of heads and is bound by the bytes in flight, so programs share a multiprocessor: where there
     are fewer than two, the keys are split; where all fit at once in a smaller size, they are smaller, and where many wait for a place, as
-    small as can be. Prefill is bound by the matrix
-    units and what waits for them: one program of 128 rows, or two of 64 where a tile is one page."""
+    small as can be. Prefill is bound by the matrix units and what waits for them: one program of 128 rows, or two of 64 where a tile is one
+    page."""
     group = spec.num_heads // spec.num_kv_heads
     columns = padded(spec.head_size)
     rows = max_query_len * group

@@ -103,7 +103,7 @@ def find_kernels(cases: Iterable[Case], capability: int, sizes: Sequence[int] = 
     """The images of our own kernels that `check_piece` will ask for, from runs on tensors without memory: on the device, what lies behind a
     kernel that is only noted would read garbage, perhaps as indices. Raises `CompileError` for pieces that cannot run so."""
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad(), rehearse_launches(capability) as rehearsal:
+    with torch_compat.quiet_compiler(), torch.no_grad(), rehearse_launches(capability) as rehearsal:
         for piece, blob, weights in cases:
             raw = torch_compat.raw_callable(torch_compat.deserialize_artifact(blob))
             run = torch_compat.memoryless(raw or _nothing)

@@ -57,6 +57,19 @@ def test_loaded_again_without_a_trace() -> None:
     assert again.rung.counters[Count.DYNAMO_TRACES] == again.rung.counters[Count.INDUCTOR_COMPILES] == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"background_variants": True}, {"graphs": "full", "maximum": 64}], ids=["now", "behind", "graphs"])
+def test_sizes_with_code_of_their_own(options: dict[str, Any]) -> None:
+    eager = Net().to("cuda")
+    module = rung.wrap(copy.deepcopy(eager), dynamic={"x": {0: "rows"}}, variants=(1, 8, (16, 64)), **options)
+    for rows in (3, 1, 8, 16, 33, 64, 8):
+        x = torch.randn(rows, 8, device="cuda")
+        torch.testing.assert_close(module(x), eager(x), rtol=1e-5, atol=1e-5)
+        assert module.rung.wait_for_variants()
+    found = {one["sizes"]: one for one in module.rung.report()[0]["variants"]}
+    assert {one["state"] for one in found.values()} == {"compiled"}
+    assert all(one["calls"] > 0 for one in found.values())
+
+
 def test_no_trace_serves_another_device() -> None:
     module, eager = both(Net(), torch.float32)
     x = torch.randn(3, 8)

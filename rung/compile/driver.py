@@ -20,18 +20,17 @@ from rung.cache import Factor, Factors, Store, key_of
 from rung.compile import plan as plan_module
 from rung.compile.arguments import leaves
 from rung.compile.auto_break import trace_with_breaks
-from rung.compile.bound import StepCall
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
 from rung.compile.fingerprint import fingerprint
 from rung.compile.guards import Roots
+from rung.compile.load import check_pieces, load_plan
 from rung.compile.paths import Path
-from rung.compile.piece_compiler import MISS_HINT, PieceCompiler
+from rung.compile.piece_compiler import MISS_HINT, PieceCompiler, StoredPiece
 from rung.compile.plan import CompilePlan, TensorSpec
 from rung.compile.report import CompileReport
 from rung.compile.rows import Verdicts, output_dims, prove_rows
-from rung.compile.selfcheck import check_piece
 from rung.compile.signature import self_name
 from rung.compile.sources import type_refs
 from rung.compile.stored_plans import StoredPlans
@@ -62,6 +61,7 @@ class Driver:
         `tensors` are the tensor arguments, `dims` the dynamic dimensions as argument -> {dim: name}."""
         report = CompileReport()
         owner = _owner(function)
+        device = _device(tensors, getattr(function, "__self__", None))
         factors, opaque = self._plan_factors(function, locals_, tensors, dims)
         report.plan_key = key_of(factors.values())
         report.dump = Dump.of(_entry_name(function), report.plan_key)
@@ -80,14 +80,14 @@ class Driver:
             self.store.log("hit", "plans", report.plan_key)
             report.source = "loaded"
         try:
-            compiled = self._load(plan, blobs, owner, report)
+            compiled = self._load(plan, blobs, owner, report, device)
         except ArtifactError as error:
             if report.source == "compiled":
                 raise
             warnings.warn(f"a stored artifact could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
             report.reason = error.message
             plan, blobs = self._build(function, locals_, tensors, dims, report, factors, keep=True)
-            compiled = self._load(plan, blobs, owner, report)
+            compiled = self._load(plan, blobs, owner, report, device)
         report.pieces = sum(step.piece is not None for step in plan.steps)
         report.unique_pieces = len(plan.pieces)
         report.dump.loaded(plan, compiled)
@@ -174,13 +174,15 @@ class Driver:
         with report.clock("split"):
             graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         device = _device(tensors, getattr(function, "__self__", None))
-        pieces, blobs, bound = self._compile_pieces(graph, traced, device, report, dump)
+        stored = self._compile_pieces(graph, traced, device, report, dump)
+        blobs = _blobs(stored)
+        bound = min((piece.bound for piece in stored if piece.bound is not None), default=None)
         plan = CompilePlan(
             entry=entry,
             inputs=traced.inputs,
             tensors=tuple((path, self._spec(path, tensor, dims, traced)) for path, tensor in tensors),
             bounds={name: bound if given is None else given for name, given in traced.bounds.items()},
-            pieces=pieces,
+            pieces=_pieces(graph, stored),
             steps=graph.steps,
             outputs=graph.outputs,
             template=traced.template,
@@ -194,12 +196,12 @@ class Driver:
         )
         if traced.guards.unknown:
             report.reason = f"not cacheable: the trace depends on {traced.guards.unknown[0]}, which cannot be checked in another process"
-        elif keep and not any(digest.startswith("unsaved") for _, digest in pieces):
+        elif keep and all(piece.saved for piece in stored):
             with report.clock("save"):
                 seconds = {**report.seconds, "compile": report.piece_seconds}
-                self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes))
+                self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes, blobs))
         with report.clock("compare once"):
-            self._check(graph, plan, blobs, _owner(function))
+            check_pieces(graph, plan, blobs, _owner(function), device)
         return plan, blobs
 
     def _prove(self, traced: TracedGraph, report: CompileReport) -> Verdicts:
@@ -218,15 +220,15 @@ class Driver:
         placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
         device = next((v.device for n in placeholders if isinstance(v := n.meta["example_value"], torch.Tensor)), torch.device("cpu"))
         graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
-        pieces, blobs, _ = self._compile_pieces(graph, traced, device, report, dump)
-        plan = CompilePlan("", traced.inputs, (), {}, pieces, graph.steps, graph.outputs, traced.template, ())
-        self._check(graph, plan, blobs, {})
-        return self._load(plan, blobs, {}, report)
+        stored = self._compile_pieces(graph, traced, device, report, dump)
+        plan = CompilePlan("", traced.inputs, (), {}, _pieces(graph, stored), graph.steps, graph.outputs, traced.template, ())
+        check_pieces(graph, plan, _blobs(stored), {}, device)
+        return self._load(plan, _blobs(stored), {}, report, device)
 
     def _compile_pieces(
         self, graph: SplitGraph, traced: TracedGraph, device: torch.device, report: CompileReport, dump: Dump
-    ) -> tuple[tuple[tuple[str, str], ...], dict[str, bytes], int | None]:
-        """(key, digest) of the unique pieces, their bytes by digest, and the bound of sizes without a maximum."""
+    ) -> list[StoredPiece]:
+        """The unique pieces, from the store or from Inductor."""
         self.counters.add(Count.PIECES, sum(step.piece is not None for step in graph.steps))
         self.counters.add(Count.UNIQUE_PIECES, len(graph.pieces))
         code = self.pieces.factors(device)
@@ -234,47 +236,26 @@ class Driver:
             compiled = [self.pieces.blob(index, piece, traced, code, report, dump) for index, piece in enumerate(graph.pieces)]
         uses = [sum(step.piece == index for step in graph.steps) for index in range(len(graph.pieces))]
         check_expectations(self.config.expect, zip(report.passes, uses, strict=True))
-        pieces = tuple((piece.key, blob.digest) for piece, blob in zip(graph.pieces, compiled, strict=True))
-        bound = min((blob.bound for blob in compiled if blob.bound is not None), default=None)
-        return pieces, {blob.digest: blob.data for blob in compiled}, bound
+        return compiled
+
+    def _load(
+        self, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport, device: torch.device
+    ) -> CompiledFunction:
+        with report.clock("load"), torch_compat.quiet_compiler():
+            return load_plan(plan, blobs, owner, device, self.store, self.counters)
 
     def _spec(self, path: Path, tensor: torch.Tensor, dims: DynamicDims, traced: TracedGraph) -> TensorSpec:
         named = {dim: traced.unified.get(name, name) for dim, name in dims.get(path.dotted(), {}).items()}
         shape = tuple(named[dim] if named.get(dim) in traced.bounds else extent for dim, extent in enumerate(tensor.shape))
         return TensorSpec(str(tensor.dtype), tensor.device.type, shape)
 
-    def _check(self, graph: SplitGraph, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any]) -> None:
-        for index, piece in enumerate(graph.pieces):
-            step = next(step for step in plan.steps if step.piece == index)
-            weights = [
-                plan.inputs[n].resolve(owner) if n < len(plan.inputs) and plan.inputs[n].local in owner else None for n in step.inputs
-            ]
-            if not any(map(torch_compat.is_fake, weights)):  # a build without the device can run nothing
-                check_piece(piece, blobs[plan.pieces[index][1]], weights)
-            piece.graph_module.graph = torch.fx.Graph()  # the fake tensors on its nodes keep the whole trace alive
 
-    # --- load ------------------------------------------------------------------------------------------------------------------------
-
-    def _load(self, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport) -> CompiledFunction:
-        with report.clock("load"), torch_compat.quiet_compiler():
-            pieces: list[StepCall] = []
-            texts: list[str] = []
-            for _, digest in plan.pieces:
-                blob = blobs[digest] if digest in blobs else self.store.get_blob(digest)
-                call, text = load_piece(blob)
-                pieces.append(call)
-                texts.append(text)
-                self.counters.add(Count.ARTIFACT_LOADS)
-            return CompiledFunction(plan, pieces, owner, texts)
+def _pieces(graph: SplitGraph, stored: Sequence[StoredPiece]) -> tuple[tuple[str, str], ...]:
+    return tuple((piece.key, found.digest) for piece, found in zip(graph.pieces, stored, strict=True))
 
 
-def load_piece(blob: bytes) -> tuple[StepCall, str]:
-    """The callable of a piece (Inductor's own entry, below AOTAutograd's runtime wrapper of 7 to 11 us a call) and its source."""
-    artifact = torch_compat.deserialize_artifact(blob)
-    raw = torch_compat.raw_callable(artifact)
-    if raw is None:
-        raise ArtifactError("an artifact has no callable inside", hint="remove the folder that `rung doctor` names as the store")
-    return raw, torch_compat.artifact_source(artifact)
+def _blobs(stored: Sequence[StoredPiece]) -> dict[str, bytes]:
+    return {digest: data for piece in stored for digest, data in piece.blobs.items()}
 
 
 def _entry_name(function: Callable[..., Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rung import torch_compat
+from rung.compile.bound import StepCall
 from rung.compile.fake_kernels import CheckedInterpreter
 from rung.compile.pieces import Piece
 from rung.compile.split import mutates
@@ -17,15 +18,13 @@ _SIZES = (1, 3)  # of every dynamic dimension
 _RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any]) -> None:
-    """Raises `InternalError` when the raw entry, the wrapper and the traced graph differ at size 1 or 3.
+def check_piece(piece: Piece, stock: bytes, entry: StepCall, weights: Sequence[Any]) -> None:
+    """Raises `InternalError` when the loaded entry, Inductor's wrapper (of the serialised piece `stock`) and the traced graph differ at
+    size 1 or 3.
 
     Size 1 is checked because the code was generated for sizes from 2: there a dimension of size 1 is addressed like any other, which is
     right because its only index is 0. `weights` are the module's tensors among the inputs, None elsewhere."""
-    artifact = torch_compat.deserialize_artifact(blob)
-    raw = torch_compat.raw_callable(artifact)
-    if raw is None:
-        raise InternalError("the compiled artifact has no callable inside", hint="report the torch version")
+    artifact = torch_compat.deserialize_artifact(stock)
     nodes = list(piece.graph_module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     outputs = next(node for node in reversed(nodes) if node.op == "output").args[0]
@@ -39,16 +38,16 @@ def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any]) -> None:
         runs: dict[str, Callable[[], Sequence[Any]]] = {
             "graph": lambda: CheckedInterpreter(piece.graph_module).run(*_own(values, in_place)),  # noqa: B023 - called in this iteration
             "wrapper": lambda: artifact(*_own(values, in_place)),  # noqa: B023
-            "raw entry": lambda: raw(_own(values, in_place)),  # noqa: B023
+            "loaded entry": lambda: entry(_own(values, in_place)),  # noqa: B023
         }
         with torch.no_grad():
             expected = _run_seeded(runs.pop("graph"), values)
-            for entry, run in runs.items():
+            for name, run in runs.items():
                 came = _run_seeded(run, values)
                 for index, (node, want, got) in enumerate(zip(outputs, expected, came, strict=True)):
                     if not _uninitialised(node) and not _agree(want, got):
                         raise InternalError(
-                            f"output {index} of a piece differs between its {entry} and the traced graph at size {size}",
+                            f"output {index} of a piece differs between its {name} and the traced graph at size {size}",
                             hint="report it with the files that RUNG_DUMP=<folder> writes",
                         )
 

@@ -36,6 +36,16 @@ from rung.torch_compat.dispatch import (
     tree_leaves,
 )
 from rung.torch_compat.fresh_symbols import FreshSymbols
+from rung.torch_compat.generated_code import (
+    GeneratedCode,
+    GeneratedCodeError,
+    GeneratedConfig,
+    GeneratedKernel,
+    generated_code,
+    tensor_address_protocol,
+    wrapper_builtins,
+    wrapper_names,
+)
 from rung.torch_compat.guards import DynamoGuard, function_modes, global_hooks, has_function_modes
 from rung.torch_compat.inductor import (
     artifact_source,
@@ -76,6 +86,14 @@ from rung.torch_compat.triton_compile import (
 from rung.torch_compat.user_code import is_user_file, place
 
 __all__ = [
+    "wrapper_names",
+    "wrapper_builtins",
+    "tensor_address_protocol",
+    "generated_code",
+    "GeneratedKernel",
+    "GeneratedConfig",
+    "GeneratedCodeError",
+    "GeneratedCode",
     "scaled_mm",
     "Capture",
     "CompiledTriton",

@@ -16,11 +16,11 @@ from rung.errors import CompileError
 
 
 def memoryless(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A loaded piece (`raw_callable`) as a function of tensors without memory. The loaded wrapper is changed for good."""
+    """A loaded piece, by whichever loader, as a function of tensors without memory. The loaded wrapper is changed for good."""
     entry: Any = _entry(call)
     names = entry.__func__.__globals__ if isinstance(entry, types.MethodType) else entry.__globals__
     for name, value in list(names.items()):
-        if hasattr(value, "run") and type(value).__module__.startswith("torch._inductor."):
+        if hasattr(value, "run") and type(value).__module__.startswith(("torch._inductor.", "rung.launch.")):
             names[name] = _Nothing()
     names |= {
         "empty_strided_cuda": _empty_strided,
@@ -28,6 +28,7 @@ def memoryless(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         "assert_size_stride": _nothing,
         "assert_alignment": _nothing,
         "get_raw_stream": lambda index: 0,
+        "device_guard": lambda ordinal: contextlib.nullcontext(),
     }
     found: Callable[[list[Any]], Any] = entry
     return found

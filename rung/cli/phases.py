@@ -29,4 +29,4 @@ class Phases:
         """The phases of a compile report, whichever way it went."""
         self.add("trace", seconds.get("trace", 0.0))
         self.add("compile", sum(seconds.get(name, 0.0) for name in ("split", "compile", "save")))
-        self.add("load artifacts", seconds.get("load", 0.0))
+        self.add("load artifacts", sum(seconds.get(name, 0.0) for name in ("read plan", "read and verify", "load pieces", "bind")))

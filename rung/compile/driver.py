@@ -62,12 +62,14 @@ class Driver:
         report = CompileReport()
         owner = _owner(function)
         device = _device(tensors, getattr(function, "__self__", None))
-        factors, opaque = self._plan_factors(function, locals_, tensors, dims)
-        report.plan_key = key_of(factors.values())
+        with report.clock("key"):
+            factors, opaque = self._plan_factors(function, locals_, tensors, dims)
+            report.plan_key = key_of(factors.values())
         report.dump = Dump.of(_entry_name(function), report.plan_key)
         roots = Roots(function)
         blobs: dict[str, bytes] = {}
-        plan = None if opaque else self._find_plan(report, tensors, factors, roots)
+        with report.clock("read plan"):
+            plan = None if opaque else self._find_plan(report, tensors, factors, roots)
         if plan is None:
             with self.store.lock("plans", report.plan_key) as again:
                 plan = self._find_plan(report, tensors, factors, roots) if again and not opaque else None
@@ -241,8 +243,8 @@ class Driver:
     def _load(
         self, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport, device: torch.device
     ) -> CompiledFunction:
-        with report.clock("load"), torch_compat.quiet_compiler():
-            return load_plan(plan, blobs, owner, device, self.store, self.counters)
+        with torch_compat.quiet_compiler():
+            return load_plan(plan, blobs, owner, device, self.store, self.counters, report)
 
     def _spec(self, path: Path, tensor: torch.Tensor, dims: DynamicDims, traced: TracedGraph) -> TensorSpec:
         named = {dim: traced.unified.get(name, name) for dim, name in dims.get(path.dotted(), {}).items()}

@@ -13,29 +13,43 @@ from rung.compile.artifact import Artifact, PieceLoader, Sources
 from rung.compile.build import SplitGraph
 from rung.compile.compiled import CompiledFunction
 from rung.compile.plan import CompilePlan
+from rung.compile.report import CompileReport
 from rung.compile.selfcheck import check_piece
 from rung.counters import Count, Counters
 from rung.launch import Chooser, FirstConfig, MeasuredChoices
 
 
 def load_plan(
-    plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], device: torch.device, store: Store, counters: Counters
+    plan: CompilePlan,
+    blobs: Mapping[str, bytes],
+    owner: Mapping[str, Any],
+    device: torch.device,
+    store: Store,
+    counters: Counters,
+    report: CompileReport,
 ) -> CompiledFunction:
     """Load the pieces onto `device` and bind `owner`'s tensors. Blobs that were just made are in `blobs`, the others in the store. Raises
-    `ArtifactError` for what is missing or damaged."""
+    `ArtifactError` for what is missing or damaged.
+
+    The report gets what reading and hashing took, and, without that, the loading of machine code and the binding of tensors."""
 
     def read(digest: str) -> bytes:
-        return blobs[digest] if digest in blobs else store.get_blob(digest)
+        with report.clock("read and verify"):
+            return blobs[digest] if digest in blobs else store.get_blob(digest)
 
-    loader, chooser = PieceLoader(device, read), _chooser(device, store, counters)
-    artifacts = [Artifact.from_bytes(read(digest)) for _, digest in plan.pieces]
-    pieces = []
-    for artifact in artifacts:
-        call, refused = loader.bind(artifact, chooser)
-        counters.add(Count.ARTIFACT_LOADS)
-        counters.add(Count.PROGRAM_LOADS if refused is None else f"stock_load.{refused}")
-        pieces.append(call)
-    return CompiledFunction(plan, pieces, owner, Sources(artifacts, read))
+    before = report.seconds.get("read and verify", 0.0)
+    with report.clock("load pieces"):
+        loader, chooser = PieceLoader(device, read), _chooser(device, store, counters)
+        artifacts = [Artifact.from_bytes(read(digest)) for _, digest in plan.pieces]
+        pieces = []
+        for artifact in artifacts:
+            call, refused = loader.bind(artifact, chooser)
+            counters.add(Count.ARTIFACT_LOADS)
+            counters.add(Count.PROGRAM_LOADS if refused is None else f"stock_load.{refused}")
+            pieces.append(call)
+    report.seconds["load pieces"] -= report.seconds.get("read and verify", 0.0) - before
+    with report.clock("bind"):
+        return CompiledFunction(plan, pieces, owner, Sources(artifacts, read))
 
 
 def _chooser(device: torch.device, store: Store, counters: Counters) -> Chooser:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ from rung.launch.image import GLOBAL_SCRATCH, PROFILE_SCRATCH
 from rung.launch.native_library import cpu_flags
 
 VERSION = 1
+_PATHS = re.compile(r"^# kernel path: .*\n", re.MULTILINE)  # of the machine that compiled
 Put = Callable[[bytes], str]  # keeps bytes, returns their digest
 Read = Callable[[str], bytes]
 
@@ -78,7 +80,7 @@ class Artifact:
 def make_artifact(serialized: bytes, put: Put) -> Artifact:
     """Keep what Inductor serialised and, as far as they can be had, the parts that run without it. Loads it once."""
     loaded = torch_compat.deserialize_artifact(serialized)
-    stock, text = put(serialized), put(torch_compat.artifact_source(loaded).encode())
+    stock, text = put(serialized), put(_PATHS.sub("", torch_compat.artifact_source(loaded)).encode())
     try:
         return Artifact(stock=stock, text=text, program=_program(loaded, put))
     except NotPortableError as refused:

@@ -82,7 +82,7 @@ def run_child(target: str, options: argparse.Namespace, folder: Path, store: Pat
     return found
 
 
-def cache(store: Path, *words: str) -> tuple[dict[str, Any], float]:
+def cache(store: Path, *words: str) -> tuple[Any, float]:
     """The JSON of `rung cache` on a store, and the seconds of the process."""
     begin = time.perf_counter()
     command = [sys.executable, "-m", "rung.cli", "cache", "--store", str(store), *words, "--json"]
@@ -111,6 +111,10 @@ def consume(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
             "shipped": run_child(target, options, folder, store, require_hit=True),
         }
         if not options.no_native:
+            choices = folder / "choices.tar"
+            if cache(store, "ls", "--kind", "choices")[0]:
+                cache(store, "export", str(choices), "--kind", "choices")
+                cache(folder / "native", "import", str(choices))  # kernels of several configurations run the same one on both roads
             row["native"] = run_child(target, options, folder, folder / "native", require_hit=False)
         return row
 

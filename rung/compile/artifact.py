@@ -33,6 +33,7 @@ from rung.launch import (
     run_source,
 )
 from rung.launch.image import GLOBAL_SCRATCH, PROFILE_SCRATCH
+from rung.launch.machine_code import code_digest
 from rung.launch.native_library import cpu_flags
 
 VERSION = 1
@@ -110,7 +111,10 @@ def _program(loaded: Any, put: Put) -> Program:
 
 def _kernel(kernel: torch_compat.GeneratedKernel, put: Put) -> ProgramKernel:
     try:
-        configs = tuple(ProgramConfig(put(_image(config).to_bytes()), config.grid, config.before) for config in kernel.configs)
+        configs = tuple(
+            ProgramConfig(put(_image(config).to_bytes()), code_digest(config.cubin), config.grid, config.before)
+            for config in kernel.configs
+        )
     except ArtifactError as error:  # a parameter of a kind that launches do not know
         raise NotPortableError(StockReason.KERNEL, error.message) from error
     return ProgramKernel(kernel.takes, configs, kernel.written)

@@ -51,8 +51,8 @@ class MeasuredChoices:
             found = self.store.get(KIND, key_of(self._factors(kernel)))
         except ArtifactError:
             return None
-        images = [config.image for config in kernel.configs]
-        return images.index(found.data["image"]) if found is not None and found.data.get("image") in images else None
+        codes = [config.code for config in kernel.configs]
+        return codes.index(found.data["code"]) if found is not None and found.data.get("code") in codes else None
 
     def measure(self, kernel: ProgramKernel, configs: Sequence[Run], arguments: Sequence[Any]) -> int | None:
         import torch
@@ -63,13 +63,13 @@ class MeasuredChoices:
         chosen = min(range(len(seconds)), key=seconds.__getitem__)
         self.counters.add(Count.KERNEL_TUNINGS)
         factors = self._factors(kernel)
-        data = {"image": kernel.configs[chosen].image, "microseconds": [round(1e6 * one, 3) for one in seconds]}
+        data = {"code": kernel.configs[chosen].code, "microseconds": [round(1e6 * one, 3) for one in seconds]}
         with contextlib.suppress(CacheError):  # a store that cannot be written costs the next process this measurement
             self.store.put(Manifest(kind=KIND, key=key_of(factors), factors=factors, data=data))
         return chosen
 
     def _factors(self, kernel: ProgramKernel) -> dict[str, object]:
-        return {"images": [config.image for config in kernel.configs], "device": self.device_name}
+        return {"codes": [config.code for config in kernel.configs], "device": self.device_name}
 
 
 def _own(kernel: ProgramKernel, arguments: Sequence[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ class ProgramConfig:
     """One compiled configuration of a generated kernel."""
 
     image: str  # digest of a `KernelImage`
+    code: str  # hash of what of it runs, equal on all machines that compile it
     grid: tuple[str, str, str]  # Python expressions over what the kernel takes
     before: tuple[str, ...] = ()  # statements that they need
 
@@ -23,11 +24,6 @@ class ProgramKernel:
     takes: tuple[str, ...]
     configs: tuple[ProgramConfig, ...]  # several: the first call on a device measures them, unless somebody recorded which is best
     written: tuple[str, ...] = ()  # tensors that it updates in place
-
-    @property
-    def identity(self) -> str:
-        """Equal for kernels that choose among the same machine code."""
-        return "+".join(config.image for config in self.configs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +48,7 @@ class Program:
             "device": self.device,
             "source": self.source,
             "kernels": {
-                name: [list(kernel.takes), [[c.image, list(c.grid), list(c.before)] for c in kernel.configs], list(kernel.written)]
+                name: [list(kernel.takes), [[c.image, c.code, list(c.grid), list(c.before)] for c in kernel.configs], list(kernel.written)]
                 for name, kernel in self.kernels.items()
             },
             "libraries": dict(self.libraries),
@@ -65,7 +61,9 @@ class Program:
             device=data["device"],
             source=data["source"],
             kernels={
-                name: ProgramKernel(tuple(takes), tuple(ProgramConfig(c[0], tuple(c[1]), tuple(c[2])) for c in configs), tuple(written))
+                name: ProgramKernel(
+                    tuple(takes), tuple(ProgramConfig(c[0], c[1], tuple(c[2]), tuple(c[3])) for c in configs), tuple(written)
+                )
                 for name, (takes, configs, written) in data["kernels"].items()
             },
             libraries=data["libraries"],

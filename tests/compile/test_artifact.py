@@ -40,7 +40,7 @@ def _stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_gpu(blobs: Blobs, **fields: Any) -> Artifact:
-    kernel = ProgramKernel(("p0", "p1"), (ProgramConfig(blobs.put(IMAGE.to_bytes()), ("p1", "1", "1")),))
+    kernel = ProgramKernel(("p0", "p1"), (ProgramConfig(blobs.put(IMAGE.to_bytes()), "code", ("p1", "1", "1")),))
     program = Program(device="cuda", source=SOURCE, kernels={"kernel_0": kernel})
     return Artifact(stock=blobs.put(b"pickle"), text=blobs.put(b"text"), program=program, **fields)
 

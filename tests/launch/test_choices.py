@@ -18,7 +18,7 @@ from tests.launch.fakes import FakeTensor, driver_for, image_of
 
 FAST, SLOW = image_of("*fp32", entry="fast"), image_of("*fp32", entry="slow")
 BLOBS = {"s": SLOW.to_bytes(), "f": FAST.to_bytes()}
-KERNEL = ProgramKernel(("p0",), (ProgramConfig("s", ("1", "1", "1")), ProgramConfig("f", ("2", "1", "1"))))
+KERNEL = ProgramKernel(("p0",), (ProgramConfig("s", "slow code", ("1", "1", "1")), ProgramConfig("f", "fast code", ("2", "1", "1"))))
 SOURCE = "def call(args):\n    kernel_0.run(args[0], stream=0)\n    return ()\n"
 
 
@@ -49,8 +49,8 @@ def test_the_fastest_is_kept_and_a_later_process_loads_it_alone(chooser: Measure
     assert run(later, monkeypatch) == (["f"], ["fast", "fast"])
     assert later.counters[Count.KERNEL_TUNINGS] == 0
     ((_, manifest),) = chooser.store.manifests("choices")
-    assert manifest.data == {"image": "f", "microseconds": [2.0, 1.0]}
-    assert manifest.factors == {"images": ["s", "f"], "device": "a GPU"}
+    assert manifest.data == {"code": "fast code", "microseconds": [2.0, 1.0]}
+    assert manifest.factors == {"codes": ["slow code", "fast code"], "device": "a GPU"}
 
 
 def test_another_device_measures_anew(chooser: MeasuredChoices, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ TAKES = ("p0", "p1", "p2", "xnumel")  # the machine code takes no xnumel
 
 
 def kernel_of(*grids: tuple[str, str, str], before: tuple[str, ...] = (), image: KernelImage = IMAGE) -> ProgramKernel:
-    return ProgramKernel(TAKES, tuple(ProgramConfig(f"{number:064}", grid, before) for number, grid in enumerate(grids)))
+    return ProgramKernel(TAKES, tuple(ProgramConfig(f"{number:064}", f"code {number}", grid, before) for number, grid in enumerate(grids)))
 
 
 def made(kernel: ProgramKernel, choose: Any = None, image: KernelImage = IMAGE) -> tuple[GeneratedKernel, FakeDriver]:

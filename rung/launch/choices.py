@@ -48,10 +48,10 @@ class MeasuredChoices:
 
     def known(self, kernel: ProgramKernel) -> int | None:
         try:
-            found = self.store.get(KIND, key_of(self._factors(kernel)))
+            found = self.store.get(KIND, key_of(_factors(_codes(kernel), self.device_name)))
         except ArtifactError:
             return None
-        codes = [config.code for config in kernel.configs]
+        codes = _codes(kernel)
         return codes.index(found.data["code"]) if found is not None and found.data.get("code") in codes else None
 
     def measure(self, kernel: ProgramKernel, configs: Sequence[Run], arguments: Sequence[Any]) -> int | None:
@@ -62,14 +62,24 @@ class MeasuredChoices:
         seconds = [_seconds(run, _own(kernel, arguments)) for run in configs]
         chosen = min(range(len(seconds)), key=seconds.__getitem__)
         self.counters.add(Count.KERNEL_TUNINGS)
-        factors = self._factors(kernel)
-        data = {"code": kernel.configs[chosen].code, "microseconds": [round(1e6 * one, 3) for one in seconds]}
+        microseconds = [round(1e6 * one, 3) for one in seconds]
         with contextlib.suppress(CacheError):  # a store that cannot be written costs the next process this measurement
-            self.store.put(Manifest(kind=KIND, key=key_of(factors), factors=factors, data=data))
+            self.store.put(choice_entry(_codes(kernel), self.device_name, kernel.configs[chosen].code, microseconds))
         return chosen
 
-    def _factors(self, kernel: ProgramKernel) -> dict[str, object]:
-        return {"codes": [config.code for config in kernel.configs], "device": self.device_name}
+
+def choice_entry(codes: Sequence[str], device_name: str, code: str, microseconds: Sequence[float]) -> Manifest:
+    """The entry of a store that says which of `codes` runs on devices of that name."""
+    factors = _factors(codes, device_name)
+    return Manifest(kind=KIND, key=key_of(factors), factors=factors, data={"code": code, "microseconds": list(microseconds)})
+
+
+def _factors(codes: Sequence[str], device_name: str) -> dict[str, object]:
+    return {"codes": list(codes), "device": device_name}
+
+
+def _codes(kernel: ProgramKernel) -> list[str]:
+    return [config.code for config in kernel.configs]
 
 
 def _own(kernel: ProgramKernel, arguments: Sequence[Any]) -> list[Any]:

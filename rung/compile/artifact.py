@@ -105,6 +105,8 @@ def _program(loaded: Any, put: Put) -> Program:
         source=source,
         kernels={name: _kernel(kernel, put) for name, kernel in code.kernels.items()},
         libraries={name: put(data) for name, data in code.libraries.items()},
+        checked=code.checked,
+        written=code.written,
         cpu_flags=cpu_flags() if code.libraries else (),
     )
 
@@ -153,6 +155,11 @@ class PieceLoader:
             except LaunchError:
                 refused = StockReason.UNLOADABLE
         return stock_call(self.read(artifact.stock)), refused
+
+    def unload(self) -> None:
+        """Unload all machine code from a GPU; nothing that was bound may be called any more."""
+        if self._runtime is not None:
+            self._runtime.unload()
 
     def _refused(self, artifact: Artifact) -> StockReason | None:
         program = artifact.program

@@ -68,3 +68,4 @@ def check_pieces(graph: SplitGraph, plan: CompilePlan, blobs: Mapping[str, bytes
             artifact = Artifact.from_bytes(blobs[plan.pieces[index][1]])
             check_piece(piece, blobs[artifact.stock], loader.bind(artifact, FirstConfig())[0], weights)
         piece.graph_module.graph = torch.fx.Graph()  # the fake tensors on its nodes keep the whole trace alive
+    loader.unload()

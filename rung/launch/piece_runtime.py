@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from rung.errors import ArtifactError
+from rung.launch.alignment import Call, aligned_entry
 from rung.launch.choices import Chooser
 from rung.launch.driver import Driver
 from rung.launch.generated_kernel import GeneratedKernel
@@ -17,7 +18,6 @@ from rung.launch.program import Program
 from rung.torch_compat import wrapper_names
 
 Read = Callable[[str], bytes]  # verified bytes by their digest
-Call = Callable[[list[Any]], Sequence[Any]]
 
 
 class PieceRuntime:
@@ -42,7 +42,13 @@ class PieceRuntime:
             names[name] = GeneratedKernel(name, kernel, [self._image(config.image) for config in kernel.configs], chooser.measure)
         for name, digest in program.libraries.items():
             names[name] = self._function(digest)
-        return run_source(program.source, names)
+        return aligned_entry(run_source(program.source, names), program.checked, program.written, names)
+
+    def unload(self) -> None:
+        """Unload the machine code of a GPU, after waiting for it. Functions that `load` gave can be called no more."""
+        for loaded in self.loaded.values():
+            loaded.unload()
+        self.loaded.clear()
 
     def _image(self, digest: str) -> LoadedKernel:
         if digest not in self.loaded:

@@ -35,6 +35,8 @@ class Program:
     source: str
     kernels: Mapping[str, ProgramKernel] = field(default_factory=dict)
     libraries: Mapping[str, str] = field(default_factory=dict)  # name of a function -> digest of the shared library that has it
+    checked: tuple[int, ...] = ()  # inputs that kernels take for aligned
+    written: tuple[int, ...] = ()  # inputs that are updated in place
     cpu_flags: tuple[str, ...] = ()  # instruction sets of the machine that compiled the libraries for itself
 
     def blobs(self) -> Iterator[str]:
@@ -52,6 +54,8 @@ class Program:
                 for name, kernel in self.kernels.items()
             },
             "libraries": dict(self.libraries),
+            "checked": list(self.checked),
+            "written": list(self.written),
             "cpu_flags": list(self.cpu_flags),
         }
 
@@ -67,5 +71,7 @@ class Program:
                 for name, (takes, configs, written) in data["kernels"].items()
             },
             libraries=data["libraries"],
+            checked=tuple(data["checked"]),
+            written=tuple(data["written"]),
             cpu_flags=tuple(data["cpu_flags"]),
         )

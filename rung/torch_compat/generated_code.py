@@ -57,6 +57,8 @@ class GeneratedCode:
     source: str
     kernels: Mapping[str, GeneratedKernel]
     libraries: Mapping[str, bytes]  # functions of shared libraries, by their name in the wrapper
+    checked: tuple[int, ...]  # inputs that kernels take for aligned, which somebody has to look at in every call
+    written: tuple[int, ...]  # inputs that are updated in place
 
 
 def generated_code(artifact: Any) -> GeneratedCode:
@@ -67,6 +69,8 @@ def generated_code(artifact: Any) -> GeneratedCode:
         raise GeneratedCodeError("wrapper", "there is no wrapper inside")
     if any(getattr(graph, name, None) for name in ("constants", "torchbind_constants", "frozen_param_names")):
         raise GeneratedCodeError("constants", "it holds constants")
+    if getattr(graph, "cudagraph_info", None) is not None:
+        raise GeneratedCodeError("wrapper", "Inductor captures graphs of it")
     names = _wrapper_names(graph.current_callable)
     cubins = _cubins(graph)
     kernels, libraries = {}, {}
@@ -75,7 +79,13 @@ def generated_code(artifact: Any) -> GeneratedCode:
             kernels[name] = _kernel(value, cubins)
         elif isinstance(value, types.BuiltinFunctionType) and f"{name} = async_compile." in source:
             libraries[name] = _library(value)
-    return GeneratedCode(source=source, kernels=kernels, libraries=libraries)
+    return GeneratedCode(
+        source=source,
+        kernels=kernels,
+        libraries=libraries,
+        checked=tuple(graph.inputs_to_check),
+        written=tuple(sorted(graph.mutated_input_idxs)),
+    )
 
 
 def _wrapper_names(call: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,30 @@ def test_another_device_runs_the_same_artifact() -> None:
         second = wrapped(module.cuda(1), x.cuda(1))
     with torch.no_grad():
         assert torch.equal(first(x.cuda(0)).cpu(), second(x.cuda(1)).cpu())
+
+
+def test_inputs_at_odd_addresses_are_right() -> None:
+    module = Net().cuda()
+    entry = wrapped(module, torch.randn(5, 64, device="cuda"))
+    assert entry.rung.counters[Count.PROGRAM_LOADS] == 1
+    x = torch.randn(5 * 64 + 1, device="cuda")[1:].view(5, 64)
+    assert x.data_ptr() % 16
+    with torch.no_grad():
+        torch.testing.assert_close(entry(x), module(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_thread_that_never_touched_the_device_may_call() -> None:
+    module = Net().cuda()
+    x = torch.randn(5, 64, device="cuda")
+    entry = wrapped(module, x)
+    found: list[torch.Tensor] = []
+
+    def call() -> None:
+        with torch.no_grad():
+            found.append(entry(x))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    with torch.no_grad():
+        assert torch.equal(found[0], entry(x))

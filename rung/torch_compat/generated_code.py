@@ -202,6 +202,8 @@ def wrapper_names(ordinal: int | None) -> dict[str, Any]:
         "reinterpret_tensor": guards._reinterpret_tensor,
         "extern_kernels": types.SimpleNamespace(**_products()),
     }
+    if hasattr(guards, "assert_size_stride_grouped"):  # from 2.14 on
+        names["assert_size_stride_grouped"] = guards.assert_size_stride_grouped
     if ordinal is not None:
         names |= {
             "ordinal": ordinal,

@@ -3,7 +3,7 @@ build.
 
     python -m bench.consumer bundles/llama-8b.tar.xz bundles/smollm2-135m.tar.xz --out consumer.json
 
-A bundle is named after the shape that it holds. Each is imported into an empty store and verified; then one fresh process with that store
+A bundle is named after the shape or model that it holds. Each is imported into an empty store and verified; then one fresh process with that store
 (hits required, all other caches empty) and one with an empty store of its own (it compiles natively) do the same: build a runner, time
 decode steps, and continue a prompt greedily. Build a bundle with
 
@@ -24,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 170  # seconds for a process
+QUESTION = "What is the capital of France?"
 PROMPT = [5, 17, 200, 42, 7, 9, 101, 11]
 
 
@@ -48,11 +49,13 @@ def child(target: str, sizes: list[int], tokens: int) -> dict[str, Any]:
     del bench
     settings: dict[str, Any] = {"max_num_requests": 16, "max_num_tokens": 2048 if device.type == "cuda" else 512, "max_model_len": 512}
     engine, _, _ = build_engine(decoder.module, RunnerConfig(**settings, num_blocks=512, graphs="full_and_piecewise", capture_sizes=(1, 2)))
-    (completion,) = engine.generate([PROMPT], SamplingParams(max_tokens=tokens, ignore_eos=True))
+    ids = PROMPT if decoder.tokenizer is None else decoder.tokenizer.apply_chat([{"role": "user", "content": QUESTION}])
+    (completion,) = engine.generate([ids], SamplingParams(max_tokens=tokens, ignore_eos=True))
     compilers = ("torch._inductor", "torch._dynamo", "triton")
     return {
         **found,
         "token_ids": list(completion.token_ids),
+        "text": None if decoder.tokenizer is None else decoder.tokenizer.decode(list(completion.token_ids)),
         "counters": dict(counters),
         "compiler_modules": sum(name.startswith(compilers) for name in sys.modules),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -145,7 +148,7 @@ def show(row: dict[str, Any]) -> bool:
     both = [row[road].get("token_ids") for road in ("shipped", "native") if road in row]
     if len(both) == 2:
         same = both[0] is not None and both[0] == both[1]
-        print(f"  greedy tokens of both: {'equal' if same else f'{both[0]} and {both[1]}'}")
+        print(f"  greedy tokens of both: {'equal' if same else f'{both[0]} and {both[1]}'}; text {row['shipped'].get('text')!r}")
         good = good and same
     return good
 

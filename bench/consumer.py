@@ -3,9 +3,9 @@ build.
 
     python -m bench.consumer bundles/llama-8b.tar.xz bundles/smollm2-135m.tar.xz --out consumer.json
 
-A bundle is named after the shape or model that it holds. Each is imported into an empty store and verified; then one fresh process with that store
-(hits required, all other caches empty) and one with an empty store of its own (it compiles natively) do the same: build a runner, time
-decode steps, and continue a prompt greedily. Build a bundle with
+A bundle is named after the shape or model that it holds. Each is imported into an empty store and verified; then one fresh process with
+that store (hits required, all other caches empty) and one with an empty store of its own (it compiles natively) do the same: build a
+runner, time decode steps, and continue a prompt greedily. Build a bundle with
 
     rung precompile llama-8b --dtype bfloat16 --target h200 --out store && rung cache --store store export llama-8b.tar.xz
 """

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rung.cache import Store
 from rung.compile.artifact import Artifact
 from rung.counters import Count
@@ -16,10 +18,10 @@ from rung.counters import Count
 ROOT = Path(__file__).parents[2]
 
 
-def start(device: str = "cpu", **environment: str) -> dict[str, Any]:
+def start(device: str = "cpu", *more: str, **environment: str) -> dict[str, Any]:
     """What `warm_child` printed in a fresh process."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.compile.warm_child", device],
+        [sys.executable, "-m", "tests.compile.warm_child", device, *more],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
@@ -49,6 +51,14 @@ def test_a_warm_process_imports_no_compiler_and_needs_none(tmp_path: Path) -> No
     assert warm["counters"][Count.PROGRAM_LOADS] == warm["counters"][Count.ARTIFACT_LOADS] == 1
     assert not {Count.INDUCTOR_COMPILES, Count.DYNAMO_TRACES, Count.PLAN_MISSES} & warm["counters"].keys()
     assert not (tmp_path / "inductor").exists()
+
+
+@pytest.mark.slow
+def test_a_warm_engine_imports_no_compiler(tmp_path: Path) -> None:
+    cold = start("cpu", "engine")
+    warm = start("cpu", "engine", **elsewhere(tmp_path))
+    assert (warm["imported"], warm["outputs"]) == ([], cold["outputs"])
+    assert warm["counters"][Count.PROGRAM_LOADS] == warm["counters"][Count.ARTIFACT_LOADS] == 3
 
 
 def test_the_compiled_libraries_lie_in_the_store(rung_cache_dir: Path) -> None:

@@ -27,8 +27,22 @@ class Net(nn.Module):
         return self.norm(self.down(nn.functional.gelu(self.up(x))) + x).softmax(-1)
 
 
+def engine(device: torch.device) -> None:
+    """Greedy tokens of a small model with graphs, from the runner that serves."""
+    from rung.models import random_model
+    from rung.runner import RunnerConfig, SamplingParams, build_engine
+
+    module = random_model("tiny", dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
+    settings: dict[str, Any] = {"max_num_requests": 4, "max_num_tokens": 64, "max_model_len": 128, "num_blocks": 64}
+    runner, _, _ = build_engine(module, RunnerConfig(**settings, graphs="full_and_piecewise", capture_sizes=(1, 2)))
+    (completion,) = runner.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
+    print(json.dumps({"outputs": list(completion.token_ids), **state()}))  # noqa: T201
+
+
 def main() -> None:
     device = torch.device(sys.argv[1])
+    if sys.argv[2:] == ["engine"]:
+        return engine(device)
     torch.manual_seed(0)
     module = Net().to(device)
     inputs = [torch.randn(rows, 64).to(device) for rows in (5, 1, 33)]

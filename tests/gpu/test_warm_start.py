@@ -32,6 +32,14 @@ def test_a_warm_process_imports_no_compiler(tmp_path: Path) -> None:
     assert not {Count.INDUCTOR_COMPILES, Count.DYNAMO_TRACES, Count.PLAN_MISSES, Count.KERNEL_TUNINGS} & warm["counters"].keys()
 
 
+def test_a_warm_engine_imports_no_compiler(tmp_path: Path) -> None:
+    cold = start("cuda", "engine")
+    warm = start("cuda", "engine", **elsewhere(tmp_path))
+    assert (warm["imported"], warm["outputs"]) == ([], cold["outputs"])
+    assert warm["counters"][Count.PROGRAM_LOADS] == warm["counters"][Count.ARTIFACT_LOADS] == 3
+    assert Count.KERNEL_TUNINGS not in warm["counters"]
+
+
 def artifacts(store: Store) -> list[Artifact]:
     return [Artifact.from_bytes(store.get_blob(manifest.blobs[0])) for _, manifest in store.manifests("pieces")]
 

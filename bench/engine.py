@@ -11,6 +11,7 @@ so prefill and start-up drop out; scheduling, sampling and the read of the token
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -95,6 +96,7 @@ def main() -> None:
             prefix_cache=False,
             attention_backend=arguments.attention,
             kv_cache_dtype=arguments.kv_cache_dtype,
+            freeze_heap=True,
         )
         engine, runner, start = build_engine(decoder.module, config)
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.seconds.items())
@@ -116,6 +118,8 @@ def main() -> None:
             show(f"host us a plan of {replay_steps} steps", profiles)
         engine.executor.shutdown()
         del engine, runner
+        gc.unfreeze()
+        gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     print_steps(rows)

@@ -2,6 +2,7 @@
 
     python -m bench.linear --target llama-8b --rows 1,8,64 --out linear.json            # the configurations that rung uses
     python -m bench.linear --target llama-8b --rows 1,8,64 --sweep --out sweep.json     # tries many, all compiled first on every core
+    python -m bench.linear --target llama-8b --rows 1,8,64 --fp8                        # e4m3 weights, and beside one row e4m3 rows
 
 Each line is us a call, with weights that are not in the L2 cache: a graph runs one call a weight set, and the sets are 200 MB together.
 The floor is the bytes of the weights at 4.2 TB/s.
@@ -25,11 +26,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from rung import torch_compat
 from rung.launch.specialise import OPTIONS, specialise
 from rung.models.random import SHAPES
 from rung.passes.kernels import launches
 from rung.passes.kernels.launches import Surroundings, Tiles
-from rung.passes.kernels.tiles import tiles_for
+from rung.passes.kernels.tiles import Dtypes, tiles_for
 
 BYTES_A_US = 4.2e6
 SHARED_LIMIT = 225 * 1024
@@ -45,6 +47,11 @@ class Case:
     norm: bool = False
     activation: str = ""
     residual: bool = False
+    fp8: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight_rows * self.k * (1 if self.fp8 else 2)
 
     @property
     def weight_rows(self) -> int:
@@ -56,24 +63,24 @@ class Case:
 
     @property
     def sets(self) -> int:
-        return max(3, min(256, 200_000_000 // (self.weight_rows * self.k * 2)))
+        return max(3, min(256, 200_000_000 // self.weight_bytes))
 
     def variants(self, rows: int) -> list[Case]:
         """One row has norm and residual in its product, more have them in a kernel of their own behind it."""
-        bare = Case(self.name + " bare", self.n, self.k, activation=self.activation)
+        bare = Case(self.name + " bare", self.n, self.k, activation=self.activation, fp8=self.fp8)
         return [self] if rows == 1 or not (self.norm or self.residual) else [bare]
 
 
-def cases(target: str) -> list[Case]:
+def cases(target: str, fp8: bool = False) -> list[Case]:
     shape = SHAPES[target]
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    return [
-        Case("qkv", shape.query_size + 2 * shape.kv_size, hidden, norm=True),
-        Case("o", hidden, shape.query_size, residual=True),
-        Case("gate_up", inner, hidden, norm=True, activation="silu"),
-        Case("down", hidden, inner, residual=True),
-        Case("head", shape.vocab_size, hidden),
+    found = [
+        Case("qkv", shape.query_size + 2 * shape.kv_size, hidden, norm=True, fp8=fp8),
+        Case("o", hidden, shape.query_size, residual=True, fp8=fp8),
+        Case("gate_up", inner, hidden, norm=True, activation="silu", fp8=fp8),
+        Case("down", hidden, inner, residual=True, fp8=fp8),
     ]
+    return found if fp8 else [*found, Case("head", shape.vocab_size, hidden)]  # a head stays as it is
 
 
 def candidates(case: Case, rows: int) -> Iterator[Tiles]:
@@ -85,9 +92,9 @@ def candidates(case: Case, rows: int) -> Iterator[Tiles]:
 
 
 def _vectors(case: Case) -> Iterator[Tiles]:
-    for block_n, block_k, warps in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (2, 4, 8)):
+    for block_n, block_k, warps in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048, 4096), (2, 4, 8)):
         per_thread = block_n * block_k // (32 * warps)
-        if 16 <= per_thread <= 64 // (2 if case.activation else 1) and block_k < 2 * case.k:
+        if 16 <= per_thread <= (128 if case.fp8 else 64) // (2 if case.activation else 1) and block_k < 2 * case.k:
             for stages in (1,) if block_k >= case.k else (1, 3):
                 yield Tiles(block_m=1, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
 
@@ -111,14 +118,14 @@ def _tiles(case: Case, rows: int) -> Iterator[Tiles]:
 def _is_sensible(case: Case, rows: int, tiles: Tiles, small: bool) -> bool:
     """Fits, and has enough bytes on their way to fill the memory's pipe (Little's law), or enough programs where all is in the L2 cache."""
     doubled = 2 if case.activation else 1
-    staged = (tiles.block_m + doubled * tiles.block_n) * tiles.block_k * 2 * tiles.num_stages
+    staged = (tiles.block_m + doubled * tiles.block_n) * tiles.block_k * (1 if case.fp8 else 2) * tiles.num_stages
     programs = -(-case.n // tiles.block_n) * -(-rows // tiles.block_m) * tiles.splits
     area, steps = tiles.block_m * tiles.block_n, -(-case.k // (tiles.block_k * tiles.splits))
     if staged > SHARED_LIMIT or area * doubled > 4096 * tiles.num_warps or steps < min(tiles.num_stages, 2):
         return False
     if tiles.num_warps > max(1, area // 256) or (tiles.num_warps == 8 and area < 8192) or (tiles.block_m >= 64 and tiles.num_warps < 4):
         return False
-    if tiles.block_m >= 64 and tiles.block_k > 128:
+    if tiles.block_m >= 64 and tiles.block_k > (256 if case.fp8 else 128):
         return False
     if small:
         return 30 <= programs <= 700 and tiles.block_n <= 64 and tiles.num_stages in (3, 4) and staged >= 16 * 1024
@@ -132,7 +139,14 @@ def tensors(case: Case, rows: int, device: str, sets: int) -> tuple[torch.Tensor
     named: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     x = make(rows, case.k, **named)
     weights = [make(case.weight_rows, case.k, **named) for _ in range(sets)]
+    scales: dict[str, torch.Tensor] = {}
+    if case.fp8:
+        weights = [weight.to(torch.float8_e4m3fn) for weight in weights]
+        scales["weight_scale"] = torch.ones(case.weight_rows, device=device)
+        if rows > 1:
+            x, scales["x_scale"] = x.to(torch.float8_e4m3fn), torch.ones(rows, 1, device=device)
     around = Surroundings(
+        **scales,
         residual=make(rows, case.n, **named) if case.residual else None,
         norm_weight=make(case.k, **named) if case.norm else None,
         epsilon=1e-5,
@@ -144,11 +158,11 @@ def tensors(case: Case, rows: int, device: str, sets: int) -> tuple[torch.Tensor
 def image_of(case: Case, rows: int, tiles: Tiles) -> tuple[Any, ...]:
     """Equal for launches of one kernel image."""
     even = case.n % tiles.block_n == 0, case.k % (tiles.block_k * tiles.splits) == 0
-    return case.norm, case.activation, case.residual, even, tiles
+    return case.norm, case.activation, case.residual, case.fp8, even, tiles
 
 
 def in_use(case: Case, rows: int) -> list[Tiles]:
-    tiles = tiles_for(rows, case.n, case.k, activation=case.activation, splittable=case.splittable)
+    tiles = tiles_for(rows, case.n, case.k, activation=case.activation, splittable=case.splittable, fp8=Dtypes(case.fp8, case.fp8))
     return [] if tiles is None else [tiles]
 
 
@@ -195,20 +209,29 @@ def timed(calls: list[Callable[[], object]], rounds: int = 5) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1e3 / len(calls)
 
 
+def cublas(x: torch.Tensor, weight: torch.Tensor, around: Surroundings) -> torch.Tensor:
+    if around.weight_scale is None:
+        return F.linear(x, weight)
+    if around.x_scale is None:
+        x = x.to(weight.dtype)
+    scale = torch.ones(x.shape[0], 1, device=x.device) if around.x_scale is None else around.x_scale
+    return torch_compat.scaled_mm(x, scale, weight, around.weight_scale, None, torch.bfloat16)
+
+
 def baseline(case: Case, x: torch.Tensor, weight: torch.Tensor, around: Surroundings) -> None:
     """What ran before: the norm (with the residual added) and the activation are kernels beside cuBLAS."""
-    if around.norm_weight is not None:
+    if around.norm_weight is not None and x.dtype == torch.bfloat16:
         x, _ = launches.add_norm(x, x, around.norm_weight, around.epsilon)
-    product = F.linear(x, weight)
+    product = cublas(x, weight, around)
     if case.activation:
         launches.activate(product, case.activation)
 
 
 def measure(case: Case, rows: int, tilings: list[Tiles]) -> list[dict[str, Any]]:
     x, weights, around = tensors(case, rows, "cuda", case.sets)
-    floor = case.weight_rows * case.k * 2 / BYTES_A_US
+    floor = case.weight_bytes / BYTES_A_US
     base = {"case": case.name, "rows": rows, "n": case.n, "k": case.k, "floor_us": floor}
-    found = [{**base, "how": "cublas", "us": timed([lambda w=w: F.linear(x, w) for w in weights])}]
+    found = [{**base, "how": "cublas", "us": timed([lambda w=w: cublas(x, w, around) for w in weights])}]
     if case.norm or case.activation:
         found.append({**base, "how": "cublas+kernels", "us": timed([lambda w=w: baseline(case, x, w, around) for w in weights])})
     for tiles in tilings:
@@ -249,6 +272,7 @@ def main() -> None:
     parser.add_argument("--target", default="llama-8b", choices=sorted(SHAPES))
     parser.add_argument("--rows", default="1,4,8,16,32,64,128,256")
     parser.add_argument("--cases", default="qkv,o,gate_up,down,head")
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--limit", type=int, default=100, help="candidates of a sweep for each case, drawn by chance")
     parser.add_argument("--count", action="store_true", help="count the candidates of a sweep and stop")
@@ -256,7 +280,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sizes = [int(rows) for rows in options.rows.split(",")]
-    wanted = [case for case in cases(options.target) if case.name in options.cases.split(",")]
+    wanted = [case for case in cases(options.target, options.fp8) if case.name in options.cases.split(",")]
     plan = [(case, rows) for rows in sizes for whole in wanted for case in whole.variants(rows)]
     chosen = {(case, rows): drawn(case, rows, options.limit) if options.sweep else in_use(case, rows) for case, rows in plan}
     jobs = list(

@@ -147,6 +147,8 @@ def child(target: str, requests: int) -> dict[str, float]:
     found |= {f"build: {name}": seconds for name, seconds in start.seconds.items()}
     if start.compile is not None:
         found |= {f"compile: {name}": seconds for name, seconds in start.compile.seconds.items()}
+    if start.kernels is not None:
+        found |= {"images compiled": float(start.kernels.compiled), "of them in workers": float(start.kernels.in_workers)}
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1, ignore_eos=True))
     mark("first token")
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))

@@ -30,6 +30,7 @@ def make_engine(model: str) -> tuple[Engine, Tokenizer]:
         graphs="full_and_piecewise" if on_gpu else "piecewise",
         capture_sizes=None if on_gpu else (1, 2, 4, 8),
         lazy_capture=not on_gpu,
+        freeze_heap=True,  # this process serves, and does nothing else
     )
     engine, _, start = build_engine(loaded.module, config, tokenizer=loaded.tokenizer)
     print("ready: " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in start.seconds.items()), file=sys.stderr)

@@ -36,7 +36,8 @@ class Handle(RuntimeState):
 
         `rows` says for each padded dimension None when its rows are proved independent, else what prevents the proof; `graph_memory` has
         the bytes of captured graphs by size, None without any. `guards` counts by kind what the trace has read and is checked, and lists
-        kinds that were dropped and what cannot be checked; `retraced` is what had changed when an earlier trace could no longer serve."""
+        kinds that were dropped and what cannot be checked; `variants` says for each size and range with code of its own how it stands, and
+        how often it ran; `retraced` is what had changed when an earlier trace could no longer serve."""
         return [
             {
                 "plan_key": variant.report.plan_key,
@@ -53,8 +54,10 @@ class Handle(RuntimeState):
                 "bounds": dict(variant.compiled.plan.bounds),
                 "rows": {name: verdict and str(verdict) for name, verdict in variant.compiled.plan.rows.items()},
                 "passes": variant.report.passes,
+                "whole_passes": variant.report.whole_passes,
                 "guards": _guards(variant, self._entry.config.drop_guards),
                 "retraced": variant.report.retraced,
+                "variants": [] if variant.report.variants is None else variant.report.variants.as_json(),
                 "graph_memory": _graph_memory(variant),
             }
             for variant in self._entry.variants.values()
@@ -78,6 +81,7 @@ class Handle(RuntimeState):
             phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in item["seconds"].items())
             lines += [f"{one['name']} runs eagerly {one['where']}: {one['reason']}" for one in item["breaks"]]
             lines.append(f"{variant.report}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
+            lines += [f"sizes {one['sizes']}: {one['state']}, {one['calls']} calls {one['error']}".rstrip() for one in item["variants"]]
         lines += step_lines(self.counters)
         return "\n".join(lines) or "nothing was compiled yet: call the module once"
 
@@ -89,6 +93,11 @@ class Handle(RuntimeState):
         if capture is None:
             raise ConfigError("nothing to capture: the module was wrapped without graphs", hint='pass graphs="piecewise", "full" or "auto"')
         capture(sizes, inputs)
+
+    def wait_for_variants(self, seconds: float | None = None) -> bool:
+        """Wait until variants that are compiled in the background serve; whether all do. Raises the error of one that failed."""
+        found = [variant.report.variants for variant in self._entry.variants.values() if variant.report.variants is not None]
+        return all(one.wait(seconds) for one in found)
 
     def last_step(self) -> dict[str, Any] | None:
         """How the latest call with graphs ran: mode, descriptor, rows of padding, and a reason with its sentence and advice. With several

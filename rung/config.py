@@ -91,10 +91,16 @@ class CompileConfig:
     on_guard_violation: GuardPolicy = "retrace"  # when something that the trace has read was changed; `max_variants` bounds the traces
     drop_guards: tuple[str, ...] = ()  # kinds of GUARD_KINDS that are not checked
     max_variants: int = 8  # traces kept for other dtypes, ranks, constant arguments and states of the module
+    variants: tuple[int | tuple[int, int], ...] = ()  # sizes and ranges (low, high) of the dynamic dimension that get code of their own
+    background_variants: bool = False  # compile them in a thread, while the code for all sizes serves
+    progress: bool = True  # a bar while several pieces are compiled, if the error stream is a terminal
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor settings for the pieces
     factors: Mapping[str, Any] = field(default_factory=dict)  # what else the code depends on, such as a variable that a custom op reads
+    batch_invariant: bool = False  # the bits of a row do not depend on the number of rows; an error for what cannot be so
     passes: tuple[Any, ...] = ()  # passes beside rung's own: objects, "package.module:attribute", or entry points of rung.passes
+    providers: tuple[Any, ...] = ()  # of IR ops, before rung's own: objects, "package.module:attribute", or entry points of rung.providers
     without_passes: tuple[str, ...] = ()  # names of passes that do not run
+    with_passes: tuple[str, ...] = ()  # names of passes that run although they are off by default
     expect: Mapping[str, int] = field(default_factory=dict)  # pass or pattern -> least number of matches; fewer fail the compile
 
     def __post_init__(self) -> None:
@@ -123,6 +129,7 @@ class CompileConfig:
             )
         if self.pad and self.graphs == "none":
             raise ConfigError("pad has no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
+        self._check_variants()
         names = {name for dims in (self.dynamic or {}).values() for name in dims.values()}
         for given in self.capture_sizes.values() if isinstance(self.capture_sizes, Mapping) else (self.capture_sizes,):
             _sizes("capture_sizes", given)
@@ -133,6 +140,22 @@ class CompileConfig:
                 raise ConfigError(f"capture_sizes names {other[0]!r}, which is no dynamic dimension", hint=f"dynamic names {sorted(names)}")
         if unknown:
             raise ConfigError(f"pad names {unknown[0]!r}, which is no dynamic dimension", hint=f"dynamic names {sorted(names)}")
+
+    def _check_variants(self) -> None:
+        for given in self.variants:
+            low, high = (given, given) if isinstance(given, int) else given
+            if not 1 <= low <= high or (self.maximum is not None and high > self.maximum):
+                limit = "" if self.maximum is None else f" and at most {self.maximum}"
+                raise ConfigError(
+                    f"variants has {given!r}; sizes are at least 1{limit}, and ranges are (low, high)", hint="for example (1, 8, (16, 64))"
+                )
+        if self.background_variants and not self.variants:
+            raise ConfigError("background_variants has no effect without variants", hint="name sizes or ranges in `variants`")
+        if self.background_variants and self.graphs != "none":
+            raise ConfigError(
+                "graphs keep the code that they were captured with, so a variant must be there before them",
+                hint="leave out background_variants, or graphs",
+            )
 
 
 def _sizes(field_name: str, value: object) -> None:

@@ -21,6 +21,8 @@ class Count(StrEnum):
     DYNAMO_TRACES = "dynamo_traces"
     INDUCTOR_COMPILES = "inductor_compiles"
     UNHINTED_COMPILES = "unhinted_compiles"  # pieces whose hinted compile restricted sizes, so that they were compiled without hints
+    SIZE_VARIANTS = "size_variants"  # compiles for single sizes and ranges of the dynamic dimension
+    VARIANT_FAILURES = "variant_failures"  # of them in the background, that failed
     PIECES = "pieces"
     UNIQUE_PIECES = "unique_pieces"
     PLAN_HITS = "plan_hits"
@@ -34,6 +36,7 @@ class Count(StrEnum):
     KERNEL_TUNINGS = "kernel_tunings"  # generated kernels whose configurations were measured
     ARTIFACT_WRITES = "artifact_writes"
     GUARD_RETRACES = "guard_retraces"  # traces made because something that an earlier one has read was changed
+    UNFORESEEN_KERNELS = "unforeseen_kernels"  # starts that could not tell which kernels they need, and built them one by one
     EAGER_CALLS = "eager_calls"
     CAPTURES = "captures"
     REPLAYS = "replays"

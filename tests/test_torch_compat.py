@@ -136,3 +136,20 @@ def test_storage_identity_is_shared_by_views() -> None:
     x = torch.zeros(4, 4)
     assert torch_compat.storage_identity(x) == torch_compat.storage_identity(x[1:].t())
     assert torch_compat.storage_identity(x) != torch_compat.storage_identity(x.clone())
+
+
+@pytest.mark.parametrize("rows", [1, 4, 33])
+def test_scaled_mm_pads_rows_whose_scales_belong_to_groups(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(x: torch.Tensor, weight: torch.Tensor, *, scale_a: torch.Tensor, scale_b: torch.Tensor, **_: object) -> torch.Tensor:
+        assert x.shape[0] % 4 == 0
+        assert scale_a.shape == (x.shape[0], 2)
+        assert scale_a.stride(0) == 1
+        rows_of = x.float() * scale_a.repeat_interleave(128, 1)
+        return rows_of @ (weight.float() * scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1))
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    x, weight = (torch.randn(shape).to(torch.float8_e4m3fn) for shape in ((rows, 256), (128, 256)))
+    scale, weight_scale = torch.rand(rows, 2).t().contiguous().t(), torch.rand(1, 2)
+    found = torch_compat.scaled_mm(x, scale, weight, weight_scale, None, torch.float32)
+    wanted = (x.float() * scale.repeat_interleave(128, 1)) @ (weight.float() * weight_scale.repeat_interleave(128, 1)).t()
+    torch.testing.assert_close(found, wanted)

@@ -37,6 +37,7 @@ def main() -> None:
         graphs="full_and_piecewise",
         capture_sizes=None if on_gpu else tuple(batches),
         prefix_cache=False,
+        freeze_heap=True,  # so do engines that serve, vLLM's too
     )
     with report.phase("build"):
         engine, _, start = build_engine(module, config)

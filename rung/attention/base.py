@@ -139,8 +139,19 @@ class AttentionBackend(ABC):
         """The reason why this backend does not take an e4m3 cache, or None when it does."""
         return "it keeps keys and values in the model's dtype only"
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    @classmethod
+    def why_not_fp8_output(cls, device: torch.device) -> str | None:
+        """The reason why this backend gains nothing by writing its output as e4m3, or None when it can do so itself."""
+        return "it writes its output in the model's dtype only"
+
+    @classmethod
+    def why_not_batch_invariant(cls) -> str | None:
+        """The reason why the bits of a row depend on the other rows of its batch, or None when `batch_invariant` makes them independent."""
+        return "how it sums depends on the batch"
+
+    def __init__(self, spec: AttentionSpec, *, batch_invariant: bool = False) -> None:
         self.spec = spec
+        self.batch_invariant = batch_invariant  # a row has the same bits in every batch, as a prompt's and as a decode's
 
     def rehearsal(self, limits: BatchBounds, block_size: int, dtype: torch.dtype, device: torch.device) -> Sequence[BatchBounds]:
         """Batches that, run once each, make the backend load every kernel that any batch within `limits` may ask for. None for backends
@@ -181,3 +192,22 @@ class AttentionBackend(ABC):
 
         Where `metadata.only_first_chunks` holds, they are all the keys there are, and a backend may read them instead of the cache."""
         self.forward(query, cache, out, metadata)
+
+    def forward_quantised(
+        self,
+        query: torch.Tensor,
+        cache: KVCache,
+        out: torch.Tensor,
+        scale: torch.Tensor,
+        metadata: AttentionMetadata,
+        given: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """`forward`, or with keys and values `given` `forward_given_keys`, whose result / `scale` ([1], float32) goes into `out`, e4m3 of
+        the query's shape, clamped to 448. The result is rounded to the query's dtype before. This is what it means; a backend may do it
+        with one kernel."""
+        result = torch.empty_like(query)
+        if given is None:
+            self.forward(query, cache, result, metadata)
+        else:
+            self.forward_given_keys(query, *given, cache, result, metadata)
+        out.copy_((result.float() / scale).clamp_(-448.0, 448.0))

@@ -25,7 +25,8 @@ _library.define(
     "Tensor? query_weight=None, Tensor? key_weight=None, float epsilon=0.0, float offset=0.0) -> Tensor"
 )
 _library.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, str layer, Tensor? written=None, bool fresh=False) -> ()"
+    "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, str layer, Tensor? written=None, bool fresh=False, "
+    "Tensor? out_scale=None) -> ()"
 )
 
 SPLIT_OPS = frozenset({"rung::rotate_and_write", "rung::kv_cache_write", "rung::attention"})
@@ -85,14 +86,18 @@ def attention(
     layer: str,
     written: torch.Tensor | None = None,
     fresh: bool = False,
+    out_scale: torch.Tensor | None = None,
 ) -> None:
     """Attention of `query` ([num_tokens, num_heads, head_size]) into `out`; every row of `out` is written.
 
-    `key` and `value` order this call behind the write. `fresh`: they are what was written, so a backend may read them if they are all."""
+    `key` and `value` order this call behind the write. `fresh`: they are what was written, so a backend may read them if they are all.
+    With `out_scale` ([1], float32) `out` is e4m3 and gets the result divided by it."""
     del written
     module, cache, metadata = _lookup(layer)
     assert module.backend is not None
-    if fresh:
+    if out_scale is not None:
+        module.backend.forward_quantised(query, cache, out, out_scale, metadata, (key, value) if fresh else None)
+    elif fresh:
         module.backend.forward_given_keys(query, key, value, cache, out, metadata)
     else:
         module.backend.forward(query, cache, out, metadata)
@@ -140,6 +145,7 @@ class Attention(nn.Module):
         "kv_cache",
         "key_scale",
         "value_scale",
+        "why_not_fp8_output",
     )  # forward does not read them, so a plan does not depend on them
 
     def __init__(self, name: str, spec: AttentionSpec) -> None:
@@ -150,11 +156,17 @@ class Attention(nn.Module):
         self.kv_cache: KVCache | None = None
         self.key_scale = 1.0
         self.value_scale = 1.0
+        self.why_not_fp8_output: str | None = "no attention backend was chosen before the compile"
+
+    def choose(self, backend: type[AttentionBackend], device: torch.device) -> None:
+        """Say before a compile which backend will be bound: what it can do besides decides about fusions with it."""
+        self.why_not_fp8_output = backend.why_not_fp8_output(device)
 
     def bind(self, backend: AttentionBackend, kv_cache: KVCache) -> None:
         """Give the layer its backend and its cache; the caller keeps ownership of the cache."""
         self.backend = backend
         self.kv_cache = kv_cache
+        self.choose(type(backend), kv_cache.key.device)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
         """query [num_tokens, num_heads, head_size], key and value [num_tokens, num_kv_heads, head_size] -> like query, contiguous.

@@ -86,7 +86,7 @@ def add_start_up(phases: Phases, start: StartUp) -> None:
     """What building a runner took."""
     if start.compile is not None:
         phases.add_compile(start.compile.seconds)
-    for name in ("allocate", "load kernels", "profile", "capture"):
+    for name in ("find kernels", "build kernels", "allocate", "load kernels", "profile", "capture"):
         if name in start.seconds:
             phases.add(name, start.seconds[name])
 

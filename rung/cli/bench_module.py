@@ -63,7 +63,6 @@ class ModuleBench:
         if max(sizes) < 2:
             raise ConfigError("--sizes needs a size above 1", hint="the size is what changes from call to call")
         self.device = device
-        self.phases = Phases()
         self._build = build
         self._repeats = repeats
         self._sets = sets
@@ -72,6 +71,16 @@ class ModuleBench:
         self._modules: dict[str, nn.Module] = {}
         for mode in modes:
             self._modules[mode] = module if mode == "eager" else rung.wrap(copy.deepcopy(module), **_options(mode, dynamic, sizes))
+
+    @property
+    def phases(self) -> Phases:
+        """Of all compiles and loads so far."""
+        found = Phases()
+        for module in self._modules.values():
+            handle: Any = module.__dict__.get("rung")
+            for item in [] if handle is None else handle.report():
+                found.add_compile(item["seconds"])
+        return found
 
     def run(self, size: int) -> dict[str, Timing]:
         """Timings by mode for inputs of `size`."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rung.graphs.verify import Difference, relative_error
+from rung.graphs.verify_pieces import PieceError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,13 @@ def error_of(got: Sequence[Any], want: Sequence[Any]) -> float:
     if len(got) != len(want):
         return float("inf")
     return max((relative_error(mine, other) for mine, other in zip(got, want, strict=True)), default=0.0)
+
+
+def piece_checks(errors: Sequence[PieceError], **fields: Any) -> Iterator[Check]:
+    """The rows of unique pieces, compiled against traced."""
+    for piece in errors:
+        times = "" if piece.uses == 1 else f" x{piece.uses}"
+        yield Check(mode=f"{piece.step}{times}", error=piece.error, **{**fields, "tolerance": piece.tolerance})
 
 
 def graph_check(difference: Difference | None, **fields: Any) -> Check:

@@ -23,7 +23,8 @@ def explain() -> None:
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def passes(target: str, inputs: str | None, no_before: bool, dtype: str, device: str, as_json: bool) -> None:
-    """For each unique piece of TARGET: matches of every pass, ops and their providers, near misses, and kernels before and after.
+    """For the whole graph of TARGET and each unique piece: matches of every pass, ops and their providers, near misses, and kernels before
+    and after.
 
     TARGET is as for `rung bench`. Kernels are counted in the code that Inductor generated; "before" is a compile without any pass."""
     from rung.cli.explain_passes import explain_passes
@@ -48,7 +49,7 @@ def _show(target: str, pieces: list[dict[str, Any]]) -> None:
     ]
     out = console()
     out.print(table(f"{target}: what the passes did", ("piece", "uses", "pass", "match", "count"), rows, numbers=("uses", "count")))
-    counts = [(item["piece"], *(_text(item["kernels"][when]) for when in ("before", "after"))) for item in pieces]
+    counts = [(item["piece"], *(_text(item["kernels"][when]) for when in ("before", "after"))) for item in pieces if item["kernels"]]
     out.print(table("kernels and library calls", ("piece", "before", "after"), counts, numbers=("before", "after")))
     missed = [
         (item["piece"], miss["pattern"], f"{miss['matched']}/{miss['total']}", miss["anchor"], miss["reason"])

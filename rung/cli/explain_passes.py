@@ -13,10 +13,11 @@ from rung.cli.options import resolve_dtype
 from rung.cli.targets import growing_dims, is_module_target, open_module
 from rung.compile.compiled import CompiledFunction
 from rung.compile.entry import Entry
+from rung.compile.report import CompileReport
 from rung.config import CompileConfig
 from rung.counters import Counters
 from rung.errors import ConfigError
-from rung.passes.defaults import pass_names
+from rung.passes.defaults import WHOLE_PASSES, pass_names
 from rung.runner.build import compile_model
 
 _SIZES = (3, 4)
@@ -25,15 +26,23 @@ _KERNELS = re.compile(
     r"^\s*(?:cpp_\w*fused\w*\(|triton_\w+\.run\(|combo_\w+\.run\(|extern_kernels\.\w+\(|(?:\w+ = )?torch\.ops\.\w+\.\w+)", re.MULTILINE
 )
 
-Compiled = tuple[CompiledFunction, list[dict[str, Any]]]  # and the passes' reports by unique piece
+Compiled = tuple[CompiledFunction, CompileReport]
 
 
 def explain_passes(target: str, inputs: str | None, dtype: str, device: torch.device, *, before: bool) -> list[dict[str, Any]]:
     """One entry a unique piece: its uses, matches by pass, near misses, kernels before (None when not asked for) and after."""
     run = _module(target, inputs, dtype, device) if is_module_target(target) else _decoder(target, inputs, dtype, device)
-    compiled, reports = run({})
-    plain = run({"without_passes": pass_names()})[0] if before else None
-    return [_entry(index, compiled, report, plain) for index, report in enumerate(reports)]
+    compiled, report = run({})
+    # those over the whole graph run in both: without them other pieces would stand against these
+    plain = run({"without_passes": tuple(name for name in pass_names() if name not in WHOLE_PASSES)})[0] if before else None
+    pieces = [_entry(index, compiled, found, plain) for index, found in enumerate(report.passes)]
+    return [*([_whole(report.whole_passes)] if report.whole_passes else []), *pieces]
+
+
+def _whole(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The passes over the graph before it was split."""
+    found = {name: counts for name, counts in report.items() if name != "near_misses"}
+    return {"piece": "whole graph", "uses": 1, "passes": found, "near_misses": list(report.get("near_misses", ())), "kernels": None}
 
 
 def _entry(index: int, compiled: CompiledFunction, report: Mapping[str, Any], plain: CompiledFunction | None) -> dict[str, Any]:
@@ -65,7 +74,7 @@ def _module(target: str, inputs: str | None, dtype: str, device: torch.device) -
         args, kwargs = build(_SIZES[1])
         with torch.no_grad():
             variant = entry.prepare_call(*args, **kwargs)[0]
-        return variant.compiled, variant.report.passes
+        return variant.compiled, variant.report
 
     return run
 
@@ -76,7 +85,6 @@ def _decoder(target: str, inputs: str | None, dtype: str, device: torch.device) 
     module = open_decoder(target, resolve_dtype(dtype, device), device, shapes=True).module
 
     def run(options: dict[str, Any]) -> Compiled:
-        compiled, report = compile_model(module, device, token_budget(device), Counters(), **options)
-        return compiled, report.passes
+        return compile_model(module, device, token_budget(device), Counters(), **options)
 
     return run

@@ -44,6 +44,7 @@ from rung.cli.phases import Phases
 @click.option("--graph-memory-bytes", type=int, help="At most so much memory for graphs; the least valuable sizes are left out.")
 @click.option("--step-trace", type=click.Path(dir_okay=False), help="Append a line for each step to this file, for `rung ladder`.")
 @click.option("--attention", default="auto", show_default=True, help="Attention backend; `rung doctor` lists them.")
+@click.option("--batch-invariant", is_flag=True, help="The same bits for a prompt alone and beside others; slower, and not in eager mode.")
 @fp8_options
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -63,6 +64,7 @@ def generate(
     graph_memory_bytes: int | None,
     step_trace: str | None,
     attention: str,
+    batch_invariant: bool,
     quantize: str | None,
     kv_cache_dtype: Literal["auto", "fp8"],
     dtype: str,
@@ -104,6 +106,7 @@ def generate(
         long_prefill_chunk=prefill_chunk,
         attention_backend=attention,
         kv_cache_dtype=kv_cache_dtype,
+        batch_invariant=batch_invariant,
         graph_memory_bytes=graph_memory_bytes,
         step_trace=step_trace,
     )

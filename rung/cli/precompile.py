@@ -36,7 +36,7 @@ def _ranges(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="The store to fill; default: that of RUNG_CACHE_DIR.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="So many compiles at once.")
 @click.option(
-    "--requests", metavar="N,N,...", callback=integers, help="Request slots of runners whose kernels --target builds; default: 16,64."
+    "--requests", metavar="N,N,...", callback=integers, help="Request slots of runners whose kernels are built for a GPU; default: 16,64."
 )
 @click.option("--tuning", type=click.File(encoding="utf-8"), help="Choices measured on the devices of --target: `rung cache tuning`.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto: bfloat16 for a GPU, else float32.")

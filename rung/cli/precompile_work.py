@@ -7,24 +7,27 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 import rung
 from rung import torch_compat
 from rung.cli import assembly
 from rung.cli.options import resolve_device, resolve_dtype
 from rung.cli.precompile_jobs import Job
-from rung.cli.precompile_kernels import build_kernels
 from rung.cli.targets import growing_dims, is_module_target, open_module
+from rung.compile.compiled import CompiledFunction
 from rung.compile.report import CompileReport
 from rung.counters import Counters
+from rung.launch import launch_road
 from rung.models import SHAPES
 from rung.models.build import empty_model
 from rung.models.load import model_config
 from rung.runner import RunnerConfig
 from rung.runner.build import compile_example, compile_model, example_inputs
+from rung.runner.kernel_images import find_kernels, shadow_of
 
 ROWS = "rows"
-_NO_KERNELS = (0, 0)  # a native build leaves them to the first start, which has the device
+_NO_KERNELS = (0, 0)
 
 
 def compile_job(job: Job) -> list[dict[str, Any]]:
@@ -44,8 +47,11 @@ def _model(job: Job, device: torch.device) -> _Compiled:
         return
     decoder = assembly.open_decoder(job.target, resolve_dtype(job.dtype, device), device, shapes=True)
     start = time.perf_counter()
-    _, report = compile_model(decoder.module, device, job.maximum or assembly.token_budget(device), Counters())
-    yield job.label, report, _NO_KERNELS, time.perf_counter() - start
+    compiled, report = compile_model(decoder.module, device, job.maximum or assembly.token_budget(device), Counters())
+    kernels = _NO_KERNELS
+    if device.type == "cuda" and launch_road() == "prebound":
+        kernels = _kernels(job, shadow_of(decoder.module, device), compiled, device)
+    yield job.label, report, kernels, time.perf_counter() - start
 
 
 def _fake_model(job: Job, device: torch.device) -> _Compiled:
@@ -56,11 +62,18 @@ def _fake_model(job: Job, device: torch.device) -> _Compiled:
     start = time.perf_counter()
     budget = job.maximum or assembly.token_budget(device)
     compiled, report = compile_example(module, example, budget, Counters())
-    settings: dict[str, Any] = {"max_num_tokens": budget, "max_model_len": config.max_position_embeddings, "graphs": "full_and_piecewise"}
+    yield job.label, report, _kernels(job, module, compiled, device), time.perf_counter() - start
+
+
+def _kernels(job: Job, module: nn.Module, compiled: CompiledFunction, device: torch.device) -> _Kernels:
+    """Build what runners of a model without memory launch."""
+    length = getattr(module, "config").max_position_embeddings  # noqa: B009 - not declared by Module
+    budget = job.maximum or assembly.token_budget(device)
+    settings: dict[str, Any] = {"max_num_tokens": budget, "max_model_len": length, "graphs": "full_and_piecewise"}
     runners = [RunnerConfig(max_num_requests=count, **settings) for count in job.requests]
     major, minor = torch.cuda.get_device_capability(device)
-    kernels = build_kernels(module, compiled, runners, 10 * major + minor, threads=job.threads)
-    yield job.label, report, kernels, time.perf_counter() - start
+    built = find_kernels(module, compiled, runners, 10 * major + minor).build(job.threads, torch_compat.compile_workers())
+    return built.compiled, built.found
 
 
 def _module(job: Job, device: torch.device) -> _Compiled:

@@ -10,11 +10,16 @@ from typing import Any
 import torch
 
 from rung.cli.assembly import Decoder, token_budget
-from rung.cli.check_row import Check, error_of, graph_check, rows_of
+from rung.cli.check_row import Check, error_of, graph_check, piece_checks, rows_of
+from rung.compile.build import SplitGraph
+from rung.compile.compiled import CompiledFunction
+from rung.compile.retrace import traced_pieces
 from rung.context import set_forward_context
 from rung.graphs import GraphMode
 from rung.graphs.verify import TOLERANCES, check_graph
+from rung.graphs.verify_pieces import PieceError, compare_pieces
 from rung.runner import EagerForward, FinishReason, Request, RunnerConfig, SamplingParams, Scheduler, build_runner
+from rung.runner.build import compile_config, example_inputs
 from rung.runner.graph_forward import DIM, GraphForward
 
 
@@ -23,8 +28,10 @@ class DecoderVerify:
 
     padding = "padded rows belong to no request"
 
-    def __init__(self, decoder: Decoder, sizes: Sequence[int], *, context: int, sets: int, tolerance: float | None) -> None:
+    def __init__(self, decoder: Decoder, sizes: Sequence[int], *, context: int, sets: int, tolerance: float | None, by_piece: bool) -> None:
         self._decoder = decoder
+        self._by_piece = by_piece
+        self._traced: SplitGraph | None = None
         self._sizes = sorted(sizes)
         self._context = context
         self._sets = sets
@@ -59,10 +66,23 @@ class DecoderVerify:
             want = [self._hidden(batch, self._eager, self._eager.dispatch(batch))]
             got = [self._hidden(batch, self._forward, self._forward.dispatch(batch, best=GraphMode.NONE))]
             yield Check(mode="compiled", error=error_of(got, want), **fields)
+            if self._by_piece and data == 0:
+                yield from piece_checks(self._pieces(batch), **fields)
             for mode in (GraphMode.PIECEWISE, GraphMode.FULL):
                 yield self._graph(batch, mode, want, fields)
             self.runner.sample_tokens()
             self._finish(scheduler)
+
+    def _pieces(self, batch: Any) -> list[PieceError]:
+        plan = self._forward.manager.plan
+        assert isinstance(plan, CompiledFunction)
+        if self._traced is None:
+            config = compile_config(self.runner.config.max_num_tokens)
+            self._traced = traced_pieces(self._decoder.module.forward, example_inputs(self.device), config, plan.plan)
+        step = self.runner.prepare(batch, self._forward.dispatch(batch, best=GraphMode.NONE))
+        rows, buffers = batch.num_tokens, self.runner.buffers
+        with set_forward_context(step.context):
+            return compare_pieces(plan, self._traced, [buffers.input_ids[:rows], buffers.positions[:rows]])
 
     def _graph(self, batch: Any, mode: GraphMode, want: list[Any], fields: dict[str, Any]) -> Check:
         dispatch = self._forward.dispatch(batch, best=mode)

@@ -11,13 +11,17 @@ import torch
 from torch import nn
 
 import rung
-from rung.cli.check_row import Check, error_of, graph_check, rows_of
+from rung.cli.check_row import Check, error_of, graph_check, piece_checks, rows_of
 from rung.cli.targets import InputBuilder, growing_dims
+from rung.compile.build import SplitGraph
+from rung.compile.retrace import traced_pieces
+from rung.compile.signature import own_signature
 from rung.errors import ConfigError
 from rung.graphs import Descriptor, GraphManager, GraphMode, StaticBuffer, make_backend
 from rung.graphs.module_io import buffer_specs, dimensions, kept_state, with_valid_range
 from rung.graphs.outputs import cut_output
 from rung.graphs.verify import TOLERANCES, check_graph
+from rung.graphs.verify_pieces import PieceError, compare_pieces
 from rung.torch_compat import tree_leaves
 
 ROWS = "rows"
@@ -27,7 +31,15 @@ class ModuleVerify:
     """Compiled once; every size gets a piecewise and a full graph, in one pool."""
 
     def __init__(
-        self, module: nn.Module, build: InputBuilder, sizes: Sequence[int], *, sets: int, device: torch.device, tolerance: float | None
+        self,
+        module: nn.Module,
+        build: InputBuilder,
+        sizes: Sequence[int],
+        *,
+        sets: int,
+        device: torch.device,
+        tolerance: float | None,
+        by_piece: bool,
     ) -> None:
         if max(sizes) < 2:
             raise ConfigError("--sizes needs a size above 1", hint="the size is what changes from call to call")
@@ -53,6 +65,8 @@ class ModuleVerify:
         ]
         self.manager = GraphManager(self.compiled, make_backend(device), inputs=buffers, dim=self._dim)
         self._tolerance = tolerance
+        self._by_piece = by_piece
+        self._traced: SplitGraph | None = None
 
     @torch.no_grad()
     def run(self, size: int) -> Iterator[Check]:
@@ -67,8 +81,19 @@ class ModuleVerify:
             with kept_state(self.compiled):
                 got = tree_leaves(self.compiled(*inputs))
             yield Check(mode="compiled", error=error_of(got, want), **fields)
+            if self._by_piece and data == 0:
+                yield from piece_checks(self._pieces(inputs, args, kwargs), **fields)
             for mode in (GraphMode.PIECEWISE, GraphMode.FULL):
                 yield self._graph(mode, inputs, want, fields)
+
+    def _pieces(self, inputs: Sequence[Any], args: Any, kwargs: Any) -> list[PieceError]:
+        entry = self._wrapped.rung._entry
+        if self._traced is None:
+            bound = own_signature(entry.function).bind(*args, **kwargs)
+            bound.apply_defaults()
+            self._traced = traced_pieces(entry.function, dict(bound.arguments), entry.config, self.compiled.plan)
+        with kept_state(self.compiled):
+            return compare_pieces(self.compiled, self._traced, inputs)
 
     def _graph(self, mode: GraphMode, inputs: Sequence[Any], want: Sequence[Any], fields: dict[str, Any]) -> Check:
         descriptor = Descriptor(mode=mode, num_tokens=fields["size"])

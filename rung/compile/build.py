@@ -31,6 +31,11 @@ class SplitGraph:
     fakes: dict[int, FakeOutput]  # value number -> what a fake kernel said of this output of a split op
     written: tuple[int, ...]  # value numbers of the graph's inputs that are updated in place
 
+    def forget(self) -> None:
+        """Drop the graphs of the pieces: the fake tensors on their nodes keep the whole trace alive."""
+        for piece in self.pieces:
+            piece.graph_module.graph = fx.Graph()
+
 
 def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
     """Split `traced` at `split_ops` (names such as "rung::attention") and number its values. Mutates the traced graph."""

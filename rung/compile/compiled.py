@@ -13,6 +13,7 @@ from rung.compile.breaks import break_call, break_capture, parts
 from rung.compile.fake_kernels import FakeOutput, checking
 from rung.compile.generated import Source
 from rung.compile.plan import CompilePlan, Step
+from rung.compile.sizes import SizeRange, SizeTable
 from rung.compile.stitch import last_uses, restorer, stitch
 
 
@@ -28,6 +29,7 @@ class CompiledFunction:
         # Graphs see breaks in parts: what can be captured in every mode joins the pieces beside it.
         self._walk = [part for step in plan.steps for part in ((step,) if step.piece is not None else parts(step))]
         self._unchecked = bool(plan.fakes)  # until the first run has looked at what breaks return
+        self._by_size: BySize | None = None
         self.rebind(owner)
 
     def rebind(self, owner: Mapping[str, Any]) -> None:
@@ -44,10 +46,24 @@ class CompiledFunction:
         self.stitched = self.source.build("stitched")
         self._restore: Callable[..., Any] = restorer(self.plan, self.arguments, self.weights).build("restore")
         self._last = last_uses(self._walk, self.plan.outputs)
+        if self._by_size is not None:
+            self._by_size.rebind(owner)
 
-    def wrap_pieces(self, wrap: Callable[[StepCall], StepCall]) -> None:
-        """Call every unique piece through `wrap(piece)` from the next `rebind` on."""
-        self._pieces = tuple(wrap(piece) for piece in self._pieces)
+    def publish(self, sizes: SizeRange, pieces: Sequence[StepCall], owner: Mapping[str, Any], piece_sources: Sequence[str] = ()) -> None:
+        """From the next call on, run these pieces for `sizes` of the only dynamic dimension; a call that runs now ends as it began."""
+        variant = CompiledFunction(self.plan, pieces, owner, piece_sources)
+        before = self._by_size
+        made = BySize.of(self.plan, self.arguments, {**(before.functions if before else {}), sizes: variant})
+        made.calls |= {} if before is None else before.calls
+        self._by_size = made
+
+    def calls_by_size(self) -> dict[SizeRange, int]:
+        """How often each published variant ran."""
+        return {} if self._by_size is None else dict(self._by_size.calls)
+
+    def pieces_through(self, wrap: Callable[[StepCall], StepCall]) -> tuple[StepCall, ...]:
+        """`wrap(piece)` of every unique piece, for another compiled function of this plan."""
+        return tuple(wrap(piece) for piece in self._pieces)
 
     def _bound(self, step: Step) -> BoundStep:
         if step.piece is not None:
@@ -68,6 +84,8 @@ class CompiledFunction:
         return tensors[0].device if tensors else torch.device(self.plan.tensors[0][1].device)
 
     def __call__(self, *inputs: Any) -> Any:
+        if self._by_size is not None and (variant := self._by_size.find(inputs)) is not None:
+            return variant(*inputs)
         if self._unchecked:
             return self._restore(self.run_steps(inputs, call_step), inputs)
         if torch_compat.profiling():
@@ -80,6 +98,8 @@ class CompiledFunction:
 
     def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
         """See `BoundPlan.run_steps`."""
+        if self._by_size is not None and (variant := self._by_size.find(inputs)) is not None:
+            return variant.run_steps(inputs, runner)
         if self._unchecked:
             runner = checking(runner, self._fakes(), self._sizes(inputs))
         values: dict[int, Any] = dict(self.weights) | dict(zip(self.arguments, inputs, strict=True))
@@ -105,3 +125,36 @@ class CompiledFunction:
         specs = dict(self.plan.tensors)
         given = [(specs[path], value) for n, value in zip(self.arguments, inputs, strict=True) if (path := self.plan.inputs[n]) in specs]
         return {name: value.shape[dim] for spec, value in given for dim, name in enumerate(spec.shape) if isinstance(name, str)}
+
+
+class BySize:
+    """Compiled functions of one plan for some sizes of its only dynamic dimension. Never changed, so whoever reads it needs no lock."""
+
+    def __init__(self, position: tuple[int, int], functions: Mapping[SizeRange, CompiledFunction]) -> None:
+        self.functions = dict(functions)
+        self.calls = dict.fromkeys(functions, 0)  # how often each was found
+        self._argument, self._dim = position
+        self._table = SizeTable(functions)
+
+    @staticmethod
+    def of(plan: CompilePlan, arguments: Sequence[int], functions: Mapping[SizeRange, CompiledFunction]) -> BySize:
+        """`arguments` are the numbers of the plan's inputs that a call passes, in order."""
+        specs = dict(plan.tensors)
+        places = [
+            (at, dim)
+            for at, number in enumerate(arguments)
+            for dim, extent in enumerate(specs[plan.inputs[number]].shape if plan.inputs[number] in specs else ())
+            if isinstance(extent, str)
+        ]
+        return BySize(places[0], functions)
+
+    def find(self, inputs: Sequence[Any]) -> CompiledFunction | None:
+        sizes = self._table.find(inputs[self._argument].shape[self._dim])
+        if sizes is None:
+            return None
+        self.calls[sizes] += 1
+        return self.functions[sizes]
+
+    def rebind(self, owner: Mapping[str, Any]) -> None:
+        for function in self.functions.values():
+            function.rebind(owner)

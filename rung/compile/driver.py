@@ -6,6 +6,7 @@ they have been compared once with the loaded ones.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,28 +17,32 @@ from torch import nn
 
 from rung import torch_compat
 from rung.attention import SPLIT_OPS
-from rung.cache import Factor, Factors, Store, key_of
-from rung.compile import plan as plan_module
-from rung.compile.arguments import leaves
+from rung.cache import Factors, Store, key_of
 from rung.compile.auto_break import trace_with_breaks
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
-from rung.compile.fingerprint import fingerprint
+from rung.compile.garbage import without_collections
 from rung.compile.guards import Roots
-from rung.compile.load import check_pieces, load_plan
+from rung.compile.load import load_plan
 from rung.compile.paths import Path
 from rung.compile.piece_compiler import MISS_HINT, PieceCompiler, StoredPiece
 from rung.compile.plan import CompilePlan, TensorSpec
+from rung.compile.plan_key import entry_name, plan_factors
+from rung.compile.progress import piece_progress
 from rung.compile.report import CompileReport
 from rung.compile.rows import Verdicts, output_dims, prove_rows
+from rung.compile.selfcheck import cases_of, check_pieces
 from rung.compile.signature import self_name
+from rung.compile.size_variants import SizeVariants, Source
+from rung.compile.sizes import SizeRange
 from rung.compile.sources import type_refs
 from rung.compile.stored_plans import StoredPlans
 from rung.compile.trace import DynamicDims, TracedGraph, trace
+from rung.compile.whole import WholeReport, layers_of, run_whole
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
-from rung.errors import ArtifactError, CacheMissError
+from rung.errors import ArtifactError, CacheMissError, InternalError
 from rung.passes.expectations import check_expectations
 
 _log = logging.getLogger(__name__)  # TORCH_LOGS="rung" shows it
@@ -53,21 +58,24 @@ class Driver:
         self.pieces = PieceCompiler(config, store, counters)
         self.plans = StoredPlans(store)
 
+    @without_collections()
     def compile(
         self, function: Callable[..., Any], locals_: Mapping[str, Any], tensors: Sequence[tuple[Path, torch.Tensor]], dims: DynamicDims
     ) -> tuple[CompiledFunction, CompileReport]:
         """Trace and compile `function` for the bound arguments `locals_` (self excluded), or load it from the store.
 
         `tensors` are the tensor arguments, `dims` the dynamic dimensions as argument -> {dim: name}."""
-        report = CompileReport()
+        report = CompileReport(title=entry_name(function).rpartition(":")[2])
         owner = _owner(function)
         device = _device(tensors, getattr(function, "__self__", None))
-        with report.clock("key"):
-            factors, opaque = self._plan_factors(function, locals_, tensors, dims)
+        with report.clock("keys"):
+            code = self.pieces.factors(device)
+            factors, opaque = plan_factors(function, locals_, tensors, dims, self.config, code)
             report.plan_key = key_of(factors.values())
-        report.dump = Dump.of(_entry_name(function), report.plan_key)
+        report.dump = Dump.of(entry_name(function), report.plan_key)
         roots = Roots(function)
         blobs: dict[str, bytes] = {}
+        made: Source | None = None
         with report.clock("read plan"):
             plan = None if opaque else self._find_plan(report, tensors, factors, roots)
         if plan is None:
@@ -76,7 +84,7 @@ class Driver:
                 if opaque:
                     report.reason = f"not cacheable: attribute {opaque[0]!r} cannot be described"
                 if plan is None:
-                    plan, blobs = self._build(function, locals_, tensors, dims, report, factors, keep=not opaque)
+                    plan, blobs, made = self._build(function, locals_, tensors, dims, report, factors, keep=not opaque)
         if report.source != "compiled":
             self.counters.add(Count.PLAN_HITS)
             self.store.log("hit", "plans", report.plan_key)
@@ -88,10 +96,18 @@ class Driver:
                 raise
             warnings.warn(f"a stored artifact could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
             report.reason = error.message
-            plan, blobs = self._build(function, locals_, tensors, dims, report, factors, keep=True)
+            plan, blobs, made = self._build(function, locals_, tensors, dims, report, factors, keep=True)
             compiled = self._load(plan, blobs, owner, report, device)
+        if self.config.variants:
+            ranges = [SizeRange.of(given) for given in self.config.variants]
+            retraced = functools.partial(self._trace_again, function, locals_, dims, plan, report)
+            report.variants = SizeVariants(compiled, ranges, self.pieces, code, owner, self.counters)
+            report.variants.start(lambda: made or retraced(), background=self.config.background_variants)
+        elif made is not None:
+            made[0].forget()
         report.pieces = sum(step.piece is not None for step in plan.steps)
         report.unique_pieces = len(plan.pieces)
+        report.whole_passes = dict(plan.whole.passes)
         report.dump.loaded(plan, compiled)
         _log.info(
             "%s %s: %d pieces, %d unique, %d guards", plan.entry, report, report.pieces, report.unique_pieces, len(plan.guards.guards)
@@ -101,44 +117,17 @@ class Driver:
         _log.debug("%s: steps %s", plan.entry, [step.name for step in plan.steps])
         return compiled, report
 
-    # --- keys ------------------------------------------------------------------------------------------------------------------------
-
-    def _plan_factors(
-        self, function: Callable[..., Any], locals_: Mapping[str, Any], tensors: Sequence[tuple[Path, torch.Tensor]], dims: DynamicDims
-    ) -> tuple[Factors, list[str]]:
-        owner = getattr(function, "__self__", None)
-        described, opaque = fingerprint(owner) if isinstance(owner, nn.Module) else ({}, [])
-        constants = [(path, value) for path, value in leaves(locals_) if not isinstance(value, torch.Tensor)]
-        factors = Factors(self.pieces.factors(_device(tensors, owner)))
-        plan_factors = {
-            "format": plan_module.FORMAT,
-            "entry": _entry_name(function),
-            "module": described,
-            "dynamic": {name: {str(dim): symbol for dim, symbol in d.items()} for name, d in dims.items()},
-            "maximum": self.config.maximum,
-            "breaks": self.config.breaks,
-            "split_ops": sorted(self.config.split_ops),
-            "pad": sorted(self.config.pad),
-            "row_wise_ops": sorted(self.config.row_wise_ops),
-            "expect": dict(sorted(self.config.expect.items())),
-            "tensors": {path.dotted(): [str(t.dtype), t.device.type, self._shape(path, t, dims)] for path, t in tensors},
-            "constants": [[path.expression(), f"{type(value).__name__} {value!r}"] for path, value in constants],
-        }
-        for name, value in plan_factors.items():
-            factors.add(Factor(name, value, changes_code=False))
-        return factors, opaque
-
-    @staticmethod
-    def _shape(path: Path, tensor: torch.Tensor, dims: DynamicDims) -> list[int | str]:
-        named = dims.get(path.dotted(), {})
-        return [named.get(dim, extent) for dim, extent in enumerate(tensor.shape)]
-
     # --- warm ------------------------------------------------------------------------------------------------------------------------
 
     def _find_plan(
         self, report: CompileReport, tensors: Sequence[tuple[Path, torch.Tensor]], factors: Factors, roots: Roots
     ) -> CompilePlan | None:
-        found = self.plans.find(report.plan_key, factors, tensors, lambda plan: plan.guards.violation(roots, self.config.drop_guards))
+        layers = layers_of(roots)
+
+        def violation(plan: CompilePlan) -> str:
+            return plan.guards.violation(roots, self.config.drop_guards) or plan.whole.violation(layers)
+
+        found = self.plans.find(report.plan_key, factors, tensors, violation)
         report.reason, report.saved_seconds, report.passes = found.reason, found.seconds, found.passes
         return found.plan
 
@@ -154,8 +143,8 @@ class Driver:
         factors: Factors,
         *,
         keep: bool,
-    ) -> tuple[CompilePlan, dict[str, bytes]]:
-        entry = _entry_name(function)
+    ) -> tuple[CompilePlan, dict[str, bytes], Source]:
+        entry = entry_name(function)
         self.counters.add(Count.PLAN_MISSES)
         self.store.log("miss", "plans", report.plan_key, f"{entry}: {report.reason}")
         if self.store.require_hit:
@@ -163,20 +152,15 @@ class Driver:
         report.source = "compiled"
         report.passes.clear()
         dump = report.dump
-        with report.clock("import Dynamo"), torch_compat.quiet_compiler():
-            torch_compat.import_tracer()
-        with report.clock("import Inductor"), torch_compat.quiet_compiler():
-            torch_compat.import_inductor()
-        with report.clock("trace"), torch_compat.quiet_compiler():
-            traced = (trace_with_breaks if self.config.breaks == "auto" else trace)(function, locals_, dims, maximum=self.config.maximum)
-            self.counters.add(Count.DYNAMO_TRACES)
+        traced = self._trace(function, locals_, dims, report)
         dump.traced(traced)
         rows = self._prove(traced, report)
         dims_out = output_dims(traced.graph_module, traced.symbols)
         with report.clock("split"):
+            whole = run_whole(traced.graph_module.graph, layers_of(Roots(function)), self.config)
             graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         device = _device(tensors, getattr(function, "__self__", None))
-        stored = self._compile_pieces(graph, traced, device, report, dump)
+        stored = self._compile_pieces(graph, traced, device, report, dump, whole)
         blobs = _blobs(stored)
         bound = min((piece.bound for piece in stored if piece.bound is not None), default=None)
         plan = CompilePlan(
@@ -194,6 +178,7 @@ class Driver:
             rows=rows,
             fakes=graph.fakes,
             regions=tuple(traced.regions.values()),
+            whole=whole,
             output_dims=dims_out,
         )
         if traced.guards.unknown:
@@ -202,9 +187,30 @@ class Driver:
             with report.clock("save"):
                 seconds = {**report.seconds, "compile": report.piece_seconds}
                 self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes, blobs))
-        with report.clock("compare once"):
-            check_pieces(graph, plan, blobs, _owner(function), device)
-        return plan, blobs
+        check_pieces(cases_of(graph, plan, stored, _owner(function)), report, self.counters)
+        return plan, blobs, (graph, traced)
+
+    def _trace_again(
+        self, function: Callable[..., Any], locals_: Mapping[str, Any], dims: DynamicDims, plan: CompilePlan, report: CompileReport
+    ) -> Source:
+        """The split graph of a plan that came from the store."""
+        traced = self._trace(function, locals_, dims, report)
+        run_whole(traced.graph_module.graph, layers_of(Roots(function)), self.config)
+        graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
+        if [piece.key for piece in graph.pieces] != [key for key, _ in plan.pieces]:
+            raise InternalError(f"{plan.entry} was traced to other pieces than its plan has", hint="report it; leave out `variants`")
+        return graph, traced
+
+    def _trace(self, function: Callable[..., Any], locals_: Mapping[str, Any], dims: DynamicDims, report: CompileReport) -> TracedGraph:
+        with report.clock("import Dynamo"), torch_compat.quiet_compiler():
+            torch_compat.import_tracer()
+        with report.clock("import Inductor"), torch_compat.quiet_compiler():
+            torch_compat.import_inductor()
+        torch_compat.hash_compilers()
+        with report.clock("trace"), torch_compat.quiet_compiler():
+            traced = (trace_with_breaks if self.config.breaks == "auto" else trace)(function, locals_, dims, maximum=self.config.maximum)
+            self.counters.add(Count.DYNAMO_TRACES)
+        return traced
 
     def _prove(self, traced: TracedGraph, report: CompileReport) -> Verdicts:
         """Whether the rows of the dimensions to be padded are independent."""
@@ -216,7 +222,7 @@ class Driver:
 
     def compile_traced(self, traced: TracedGraph) -> CompiledFunction:
         """Compile a graph whose guards somebody else keeps; pieces come from and go to the store, the plan does not."""
-        report = CompileReport(source="compiled", reason="traced by torch.compile")
+        report = CompileReport(title="a graph", source="compiled", reason="traced by torch.compile")
         dump = Dump.of("torch_compile:graph", key_of({"id": id(traced)}))
         dump.traced(traced)
         placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
@@ -224,32 +230,43 @@ class Driver:
         graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         stored = self._compile_pieces(graph, traced, device, report, dump)
         plan = CompilePlan("", traced.inputs, (), {}, _pieces(graph, stored), graph.steps, graph.outputs, traced.template, ())
-        check_pieces(graph, plan, _blobs(stored), {}, device)
+        check_pieces(cases_of(graph, plan, stored, {}), report, self.counters)
+        graph.forget()
         return self._load(plan, _blobs(stored), {}, report, device)
 
     def _compile_pieces(
-        self, graph: SplitGraph, traced: TracedGraph, device: torch.device, report: CompileReport, dump: Dump
+        self,
+        graph: SplitGraph,
+        traced: TracedGraph,
+        device: torch.device,
+        report: CompileReport,
+        dump: Dump,
+        whole: WholeReport | None = None,
     ) -> list[StoredPiece]:
         """The unique pieces, from the store or from Inductor."""
         self.counters.add(Count.PIECES, sum(step.piece is not None for step in graph.steps))
         self.counters.add(Count.UNIQUE_PIECES, len(graph.pieces))
         code = self.pieces.factors(device)
-        with report.clock("compile"):
-            compiled = [self.pieces.blob(index, piece, traced, code, report, dump) for index, piece in enumerate(graph.pieces)]
+        compiled: list[StoredPiece] = []
+        with report.clock("compile"), piece_progress(report.title, len(graph.pieces), wanted=self.config.progress) as advance:
+            for index, piece in enumerate(graph.pieces):
+                compiled.append(self.pieces.blob(index, piece, traced, code, report, dump))
+                advance()
         uses = [sum(step.piece == index for step in graph.steps) for index in range(len(graph.pieces))]
-        check_expectations(self.config.expect, zip(report.passes, uses, strict=True))
+        reports = [*zip(report.passes, uses, strict=True), *([] if whole is None else [(whole.passes, 1)])]
+        check_expectations(self.config.expect, reports)
         return compiled
+
+    def _spec(self, path: Path, tensor: torch.Tensor, dims: DynamicDims, traced: TracedGraph) -> TensorSpec:
+        named = {dim: traced.unified.get(name, name) for dim, name in dims.get(path.dotted(), {}).items()}
+        shape = tuple(named[dim] if named.get(dim) in traced.bounds else extent for dim, extent in enumerate(tensor.shape))
+        return TensorSpec(str(tensor.dtype), tensor.device.type, shape)
 
     def _load(
         self, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport, device: torch.device
     ) -> CompiledFunction:
         with torch_compat.quiet_compiler():
             return load_plan(plan, blobs, owner, device, self.store, self.counters, report)
-
-    def _spec(self, path: Path, tensor: torch.Tensor, dims: DynamicDims, traced: TracedGraph) -> TensorSpec:
-        named = {dim: traced.unified.get(name, name) for dim, name in dims.get(path.dotted(), {}).items()}
-        shape = tuple(named[dim] if named.get(dim) in traced.bounds else extent for dim, extent in enumerate(tensor.shape))
-        return TensorSpec(str(tensor.dtype), tensor.device.type, shape)
 
 
 def _pieces(graph: SplitGraph, stored: Sequence[StoredPiece]) -> tuple[tuple[str, str], ...]:
@@ -258,10 +275,6 @@ def _pieces(graph: SplitGraph, stored: Sequence[StoredPiece]) -> tuple[tuple[str
 
 def _blobs(stored: Sequence[StoredPiece]) -> dict[str, bytes]:
     return {digest: data for piece in stored for digest, data in piece.blobs.items()}
-
-
-def _entry_name(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}:{function.__qualname__}"
 
 
 def _owner(function: Callable[..., Any]) -> dict[str, Any]:

@@ -96,6 +96,8 @@ def parse_accesses(source: str) -> tuple[str, str, tuple[Access, ...]] | None:
 
 def nth_key(source: str) -> NthKey | None:
     """`NthKey` for the text of one, None for any other expression."""
+    if "dict.keys(" not in source:
+        return None
     try:
         return _nth_key(ast.parse(source, mode="eval").body)
     except SyntaxError:

@@ -16,10 +16,11 @@ import torch
 
 from rung import torch_compat
 from rung.cache import Factor, Factors, Manifest, Store, key_of
-from rung.compile.artifact import make_artifact
+from rung.compile.artifact import Artifact, make_artifact
 from rung.compile.dump import Dump
 from rung.compile.pieces import Piece, refuse_aliased_writes
 from rung.compile.report import CompileReport
+from rung.compile.sizes import SizeRange
 from rung.compile.trace import TracedGraph
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
@@ -58,6 +59,10 @@ class StoredPiece:
     bound: int | None
     saved: bool = True  # whether the store has it
 
+    @property
+    def artifact(self) -> Artifact:
+        return Artifact.from_bytes(self.blobs[self.digest])
+
 
 class PieceCompiler:
     """Compiles pieces with one configuration; artifacts come from and go to one store."""
@@ -82,17 +87,38 @@ class PieceCompiler:
         }
         return Factors(Factor(name, value) for name, value in named.items())
 
-    def blob(self, index: int, piece: Piece, traced: TracedGraph, code: Factors, report: CompileReport, dump: Dump) -> StoredPiece:
-        """The artifact of a unique piece; `code` are the factors that change code. Raises `CompileError` when Inductor cannot."""
-        bounds = sorted(str(bound) for bound in traced.bounds.values())
-        factors = {"piece": piece.key, "bounds": bounds, **code.values(code_only=True)}
+    def blob(
+        self,
+        index: int,
+        piece: Piece,
+        traced: TracedGraph,
+        code: Factors,
+        report: CompileReport,
+        dump: Dump,
+        sizes: SizeRange | None = None,
+    ) -> StoredPiece:
+        """The artifact of a unique piece, for `sizes` of the dynamic dimension alone if they are given; `code` are the factors that change
+        code. Raises `CompileError` when Inductor cannot."""
+        factors = self._factors_of(piece.key, traced, code, sizes)
         key = key_of(factors)
         found = self._find(key, report)
         if found is not None:
             return found
         with self.store.lock("pieces", key) as again:
             found = self._find(key, report) if again else None
-            return found or self._build(index, piece, traced, (key, factors), report, dump)
+            return found or self._build(index, piece, traced, (key, factors), report, dump, sizes)
+
+    def stored(self, piece_key: str, code: Factors, sizes: SizeRange, report: CompileReport) -> StoredPiece | None:
+        """The artifact of a piece for `sizes`, if the store has it; no trace is needed to ask."""
+        return self._find(key_of(self._factors_of(piece_key, None, code, sizes)), report)
+
+    @staticmethod
+    def _factors_of(piece_key: str, traced: TracedGraph | None, code: Factors, sizes: SizeRange | None) -> dict[str, Any]:
+        if sizes is not None:
+            return {"piece": piece_key, "sizes": [sizes.low, sizes.high], **code.values(code_only=True)}
+        assert traced is not None
+        bounds = sorted(str(bound) for bound in traced.bounds.values())
+        return {"piece": piece_key, "bounds": bounds, **code.values(code_only=True)}
 
     def _find(self, key: str, report: CompileReport) -> StoredPiece | None:
         try:
@@ -116,17 +142,19 @@ class PieceCompiler:
         keyed: tuple[str, Mapping[str, Any]],
         report: CompileReport,
         dump: Dump,
+        sizes: SizeRange | None,
     ) -> StoredPiece:
         key, factors = keyed
         if self.store.require_hit:
             why = self.store.explain_miss("pieces", factors)
             raise CacheMissError(f"piece {index} would have to be compiled: {why}", hint=MISS_HINT)
-        dump.piece(index, piece)
+        if sizes is None:
+            dump.piece(index, piece)
         refuse_aliased_writes(piece)
-        passes = self.passes.fresh(dump.graph_passes(index))
+        passes = self.passes.fresh(dump.graph_passes(index) if sizes is None else None)
         passes.check()
         start = time.perf_counter()
-        compiled, bound = self._compile(piece, traced, passes, index)
+        compiled, bound = self._compile(piece, traced, passes, index, sizes)
         seconds = time.perf_counter() - start
         report.passes.append(passes.as_json())
         report.add_piece(seconds, hit=False)
@@ -140,11 +168,8 @@ class PieceCompiler:
         with torch_compat.quiet_compiler():
             artifact = make_artifact(compiled, put)
         digest = put(artifact.to_bytes())
-        data = {
-            "passes": passes.as_json(),
-            "bound": bound,
-            "stock_only": f"{artifact.reason}: {artifact.detail}" if artifact.reason else "",
-        }
+        stock_only = f"{artifact.reason}: {artifact.detail}" if artifact.reason else ""
+        data = {"passes": passes.as_json(), "bound": bound, "stock_only": stock_only}
         named = (digest, *artifact.blobs)
         manifest = Manifest(kind="pieces", key=key, factors=factors, seconds={"compile": seconds}, blobs=named, data=data)
         saved = self.save(lambda: [self.store.put_blob(blob) for blob in blobs.values()]) is not None
@@ -152,18 +177,20 @@ class PieceCompiler:
             self.save(lambda: self.store.put(manifest))
         return StoredPiece(digest, blobs, bound, saved)
 
-    def _compile(self, piece: Piece, traced: TracedGraph, passes: PassManager, index: int) -> tuple[bytes, int | None]:
+    def _compile(
+        self, piece: Piece, traced: TracedGraph, passes: PassManager, index: int, sizes: SizeRange | None = None
+    ) -> tuple[bytes, int | None]:
         """Compile with hinted sizes, which fuse; without hints when that code would not serve every size. A bound of the code becomes one
         of the sizes that have no maximum, if somebody checks them (`traced.bounds` names them)."""
         try:
             with torch_compat.quiet_compiler():
-                artifact, fresh = self._inductor(piece, traced, passes, hinted=True)
-                bound = fresh.bound() if traced.bounds else None
+                artifact, fresh = self._inductor(piece, traced, passes, sizes, hinted=True)
+                bound = fresh.bound() if traced.bounds and sizes is None else None
                 if bound is None and fresh.restrictions():
                     self.counters.add(Count.UNHINTED_COMPILES)
-                    artifact, _ = self._inductor(piece, traced, passes, hinted=False)
+                    artifact, _ = self._inductor(piece, traced, passes, sizes, hinted=False)
                 if not passes.report:
-                    self._run_passes(piece, traced, passes)
+                    self._run_passes(piece, traced, passes, sizes)
                 return torch_compat.serialize_artifact(artifact), bound
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0][:300]
@@ -173,7 +200,7 @@ class PieceCompiler:
             ) from error
 
     def _inductor(
-        self, piece: Piece, traced: TracedGraph, passes: PassManager, *, hinted: bool, stop: bool = False
+        self, piece: Piece, traced: TracedGraph, passes: PassManager, sizes: SizeRange | None, *, hinted: bool, stop: bool = False
     ) -> tuple[Any, torch_compat.FreshSymbols]:
         """An artifact, and the symbols that know what Inductor assumed about the sizes. With `stop` the compile ends behind the passes, by
         raising `StopCompile`."""
@@ -183,10 +210,11 @@ class PieceCompiler:
             if node.op == "placeholder":
                 value = node.meta["example_value"]
                 for symbol in sorted(torch_compat.free_symbols(value), key=str):
-                    fresh.symbol(str(symbol), high=traced.bounds.get(traced.symbols.get(str(symbol), "")))
+                    high = traced.bounds.get(traced.symbols.get(str(symbol), ""))
+                    fresh.symbol(str(symbol), *((high,) if sizes is None else (sizes.high, sizes.low)))
                 inputs.append(fresh.tensor(value) if isinstance(value, torch.Tensor) else fresh.integer(value))
         # ranges, hints and the default dtype are not in Inductor's own key
-        tag = repr((hinted, torch.get_default_dtype(), sorted(map(str, traced.bounds.values()))))
+        tag = repr((hinted, torch.get_default_dtype(), sorted(map(str, traced.bounds.values())), sizes and (sizes.low, sizes.high)))
         module = copy.deepcopy(piece.graph_module)
         fresh.propagate(module, inputs)
         on_cuda = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in inputs)
@@ -195,10 +223,10 @@ class PieceCompiler:
         self.counters.add(Count.INDUCTOR_COMPILES)
         return artifact, fresh
 
-    def _run_passes(self, piece: Piece, traced: TracedGraph, passes: PassManager) -> None:
+    def _run_passes(self, piece: Piece, traced: TracedGraph, passes: PassManager, sizes: SizeRange | None) -> None:
         """Run the passes for their report alone: Inductor took the piece from a cache of its own, and called none of them."""
         with contextlib.suppress(torch_compat.StopCompile):
-            self._inductor(piece, traced, passes, hinted=True, stop=True)
+            self._inductor(piece, traced, passes, sizes, hinted=True, stop=True)
 
     def save(self, write: Callable[[], Any]) -> Any:
         """A store that cannot be written costs the next start, never this run."""

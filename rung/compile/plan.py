@@ -17,8 +17,9 @@ from rung.compile.regions import Region
 from rung.compile.rows.state import Verdict
 from rung.compile.sources import SourceRef
 from rung.compile.template import Template
+from rung.compile.whole.report import WholeReport
 
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class CompilePlan:
     rows: Mapping[str, Verdict | None] = field(default_factory=dict)  # dimension to be padded -> None when its rows are independent
     fakes: Mapping[int, FakeOutput] = field(default_factory=dict)  # value number -> what a fake kernel said of an output of a break
     regions: tuple[Region, ...] = ()  # what runs eagerly because it would not trace
+    whole: WholeReport = field(default_factory=WholeReport)  # what passes over the whole graph did
     output_dims: tuple[Mapping[int, str], ...] = ()  # for each flat output the names of its dynamic dimensions
 
     def to_json(self) -> dict[str, Any]:
@@ -96,6 +98,7 @@ class CompilePlan:
             "rows": {name: verdict and verdict.to_json() for name, verdict in self.rows.items()},
             "fakes": [[number, fake.to_json()] for number, fake in self.fakes.items()],
             "regions": [region.to_json() for region in self.regions],
+            "whole": self.whole.to_json(),
             "output_dims": [[[dim, name] for dim, name in dims.items()] for dims in self.output_dims],
         }
 
@@ -116,6 +119,7 @@ class CompilePlan:
             rows={name: verdict and Verdict.from_json(verdict) for name, verdict in data["rows"].items()},
             fakes={number: FakeOutput.from_json(item) for number, item in data["fakes"]},
             regions=tuple(Region.from_json(item) for item in data["regions"]),
+            whole=WholeReport.from_json(data["whole"]),
             output_dims=tuple(dict(dims) for dims in data["output_dims"]),
         )
 

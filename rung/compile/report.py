@@ -14,7 +14,9 @@ class CompileReport:
     """What one compile did and how long each phase took."""
 
     plan_key: str = ""
+    title: str = ""  # what is compiled, for people
     dump: Any = None  # the `Dump` of this compile
+    variants: Any = None  # the `SizeVariants` of this compile, None without any
     source: str = ""  # "compiled" or "loaded"
     reason: str = ""  # why it was not loaded
     retraced: str = ""  # what an earlier trace had read and was changed, which made this one necessary
@@ -25,6 +27,7 @@ class CompileReport:
     piece_seconds: float = 0.0  # what compiling the unique pieces took, now or when they were stored
     saved_seconds: float = 0.0  # of compiling, because of the store
     passes: list[dict[str, Any]] = field(default_factory=list)  # one a unique piece
+    whole_passes: dict[str, Any] = field(default_factory=dict)  # what passes over the whole graph did
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:

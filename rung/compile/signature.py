@@ -21,12 +21,16 @@ def own_signature(function: Callable[..., Any]) -> inspect.Signature:
 
 def self_name(function: Callable[..., Any]) -> str:
     """The name under which plans know the object of the bound method `function`."""
-    return _SELF if _variadic_self(function) else next(iter(own_signature(function.__func__).parameters))  # type: ignore[attr-defined]
+    return _SELF if variadic_self(function) else next(iter(own_signature(function.__func__).parameters))  # type: ignore[attr-defined]
 
 
 def argument_path(path: Path, function: Callable[..., Any]) -> Path:
     """The place among the bound arguments (and the object under `self_name`) of a place among the locals of the code."""
-    variadic = _variadic_self(function)
+    return shifted_path(path, variadic_self(function))
+
+
+def shifted_path(path: Path, variadic: str) -> Path:
+    """`argument_path` for a function with this `variadic_self`."""
     if not variadic or path.local != variadic or not path.accesses:
         return path
     (kind, index), *rest = path.accesses
@@ -53,7 +57,7 @@ def shown_parameters(function: Callable[..., Any]) -> dict[str, tuple[inspect.Pa
     return result
 
 
-def _variadic_self(function: Callable[..., Any]) -> str:
+def variadic_self(function: Callable[..., Any]) -> str:
     """The name of `*args` where it holds the object of a bound method, else an empty text."""
     plain = getattr(function, "__func__", None)
     first = None if plain is None else next(iter(own_signature(plain).parameters.values()), None)

@@ -1,25 +1,78 @@
 """A rehearsal: launches that find, or compile, the image of their kernel and end there. Nothing is loaded, no device is needed.
 
-For a process that builds a store for others. Tensors need no memory; where they would lie is taken from their storage offsets, as if every
-storage began at an aligned address, which torch's allocators see to.
+For a process that builds a store for others, and for a start that wants to build all its images at once. Tensors need no memory; where
+they would lie is taken from their storage offsets, as if every storage began at an aligned address, which torch's allocators see to.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rung.launch.image import KernelImage
 from rung.launch.specialise import Specialisation, specialise
+from rung.launch.triton_export import export_job
 
 if TYPE_CHECKING:
     from rung.launch.triton_launcher import TritonLauncher
 
-# The rehearsal that launches of this context go to; only launchers that have launched nothing yet look at it.
+# The rehearsal that launches of this context go to.
 current_rehearsal: ContextVar[Rehearsal | None] = ContextVar("rung_rehearsal", default=None)
+
+Submit = Callable[..., Future[Any]]  # (function, *arguments): to a pool of processes
+
+
+class RoadGate:
+    """Lets launchers take their roads, but not while any rehearsal is open: a launcher on its road asks nobody, and would hand tensors
+    without memory to the device. Threads outside of the rehearsal launch all the same, a microsecond slower."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._on_road: weakref.WeakSet[TritonLauncher] = weakref.WeakSet()
+        self._open = 0
+
+    def become(self, launcher: TritonLauncher, road: Callable[..., None]) -> None:
+        with self._lock:
+            if not self._open:
+                launcher.run = road
+                self._on_road.add(launcher)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        with self._lock:
+            self._open += 1
+            for launcher in self._on_road:
+                launcher.leave_road()
+            self._on_road.clear()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
+
+
+GATE = RoadGate()  # launchers belong to the process, as the modules that hold them do; a rehearsal stops all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Where the images of a rehearsal came from."""
+
+    compiled: int = 0
+    found: int = 0  # in the store
+    in_workers: int = 0  # of the compiled ones, those that worker processes compiled
+    worker_failures: int = 0  # that failed there and were compiled here, where an error has its own type
+    reason: str = ""  # why nothing was built ahead, so that each kernel waits for its image at its first launch
+
+    @property
+    def images(self) -> int:
+        return self.compiled + self.found
 
 
 class Rehearsal:
@@ -40,30 +93,69 @@ class Rehearsal:
             self.launches += 1
             self.wanted.setdefault(identity, (launcher, specialisation, options))
 
-    def build(self, threads: int = 1) -> tuple[int, int]:
-        """(images that were compiled, images that the store had), `threads` at once: most of a compile holds no lock of Python's. Raises
-        `CacheMissError` where the store requires a hit."""
-
-        def build_one(wanted: tuple[TritonLauncher, Specialisation, dict[str, Any]]) -> bool:
-            launcher, specialisation, options = wanted
-            return launcher.images.find_or_compile(specialisation, options, self.capability)[1]
-
-        for launcher, _, _ in self.wanted.values():
+    def build(self, threads: int = 1, submit: Submit | None = None) -> Built:
+        """Compile what the store does not have: in the processes behind `submit`, or by so many threads at once (most of a compile holds no
+        lock of Python's). Launchers find the images in the store, or where it keeps nothing in memory. Raises `CacheMissError` where the
+        store requires a hit, `KernelExportError` for what does not compile."""
+        missing = [wanted for wanted in self.wanted.values() if not self._find(*wanted)]
+        found = len(self.wanted) - len(missing)
+        if missing and submit is not None:
+            failures = self._build_in_workers(missing, submit)
+            return Built(len(missing), found, in_workers=len(missing) - failures, worker_failures=failures)
+        for launcher, _, _ in missing:
             launcher.images.kernel()  # importing is for one thread
         with ThreadPoolExecutor(threads) as pool:
-            compiled = sum(pool.map(build_one, self.wanted.values()))
-        return compiled, len(self.wanted) - compiled
+            for _ in pool.map(lambda wanted: self._compile(*wanted), missing):
+                pass
+        return Built(len(missing), found)
+
+    def _find(self, launcher: TritonLauncher, specialisation: Specialisation, options: Mapping[str, Any]) -> bool:
+        return launcher.images.find(specialisation, options, self.capability) is not None
+
+    def _compile(self, launcher: TritonLauncher, specialisation: Specialisation, options: Mapping[str, Any]) -> None:
+        launcher.images.compile_ahead(specialisation, options, self.capability)
+
+    def _build_in_workers(self, missing: Sequence[tuple[TritonLauncher, Specialisation, dict[str, Any]]], submit: Submit) -> int:
+        """How many failed there. Such an image is compiled again here: an error of the kernel shows with its own type, one of the worker
+        (killed for memory, a module that it cannot import) costs time alone."""
+        failed = []
+        waiting = [(wanted, self._submit(submit, *wanted)) for wanted in missing]
+        try:
+            for wanted, future in waiting:
+                launcher, specialisation, options = wanted
+                try:
+                    data, seconds = future.result()
+                    image = KernelImage.from_bytes(data)
+                except Exception:
+                    failed.append(wanted)
+                else:
+                    launcher.images.keep_ahead(specialisation, options, self.capability, image, seconds)
+        finally:
+            for _, future in waiting:
+                future.cancel()  # of what an interrupt left; what runs ends by itself and is dropped
+        for wanted in failed:
+            self._compile(*wanted)
+        return len(failed)
+
+    def _submit(self, submit: Submit, launcher: TritonLauncher, specialisation: Specialisation, options: Mapping[str, Any]) -> Future[Any]:
+        try:
+            return submit(export_job, launcher.module, launcher.name, specialisation, dict(options), self.capability)
+        except Exception as error:  # a pool that was shut down
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
 
 
 @contextmanager
 def rehearse_launches(capability: int) -> Iterator[Rehearsal]:
-    """Inside, our Triton kernels are not launched but noted. For a process in which none of them has been launched before."""
+    """Inside, our Triton kernels are not launched by this context but noted."""
     rehearsal = Rehearsal(capability)
-    token = current_rehearsal.set(rehearsal)
-    try:
-        yield rehearsal
-    finally:
-        current_rehearsal.reset(token)
+    with GATE.closed():
+        token = current_rehearsal.set(rehearsal)
+        try:
+            yield rehearsal
+        finally:
+            current_rehearsal.reset(token)
 
 
 def _address(tensor: Any) -> int:

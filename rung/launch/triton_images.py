@@ -37,6 +37,7 @@ class TritonImages:
         self.module, self.name, self.store = module, name, store
         self.compiles = self.store_hits = 0
         self.unsaved = ""
+        self._ahead: dict[str, KernelImage] = {}  # built before a launch asked, by key
         self._factors = {"format": _FORMAT, "module": module, "kernel": name, "source": _source_hash(module), "triton": triton_version()}
 
     @property
@@ -56,28 +57,41 @@ class TritonImages:
 
     def image(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> KernelImage:
         """The image for a specialisation. Raises `KernelExportError` when it does not compile."""
-        image, compiled = self.find_or_compile(specialisation, options, capability)
+        image = self.find(specialisation, options, capability)
+        compiled = image is None or self._ahead.pop(key_of(self._image_factors(specialisation, options, capability)), None) is not None
+        if image is None:
+            image = self._compile(specialisation, options, capability)
         self.compiles += compiled
         self.store_hits += not compiled
         return image
 
-    def find_or_compile(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> tuple[KernelImage, bool]:
-        """As `image`, and whether it was compiled. Counts nothing; any number of threads may call."""
-        factors = {
-            **self._factors,
-            "capability": capability,
-            "kinds": dict(specialisation.kinds),
-            "constants": {name: repr(value) for name, value in specialisation.constants.items()},
-            "divisible_by_16": sorted(specialisation.divisible_by_16),
-            "options": {name: repr(value) for name, value in options.items()},
-        }
+    def find(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> KernelImage | None:
+        """The image where it was built ahead or the store has it, else None; `CacheMissError` where the store requires a hit. Counts
+        nothing; any number of threads may call."""
+        factors = self._image_factors(specialisation, options, capability)
         key = key_of(factors)
-        found: KernelImage | None = self._read(lambda: self._stored(key))
-        if found is not None:
-            return found, False
-        if self.store.require_hit:
+        found: KernelImage | None = self._ahead.get(key) or self._read(lambda: self._stored(key))
+        if found is None and self.store.require_hit:
             why = self.store.explain_miss(_IMAGES, factors, title=self.title)
             raise CacheMissError(f"kernel {self.title} would have to be compiled: {why}", hint="build it with `rung precompile`")
+        return found
+
+    def compile_ahead(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> None:
+        """Compile an image that nobody has, for the store and for `image`. Any number of threads may call."""
+        image = self._compile(specialisation, options, capability)
+        self._ahead[key_of(self._image_factors(specialisation, options, capability))] = image
+
+    def keep_ahead(
+        self, specialisation: Specialisation, options: Mapping[str, Any], capability: int, image: KernelImage, seconds: float
+    ) -> None:
+        """Take an image that another process compiled in so many seconds."""
+        factors = self._image_factors(specialisation, options, capability)
+        key = key_of(factors)
+        self._write(lambda: self._keep(key, factors, image, {"compile": seconds}))
+        self._ahead[key] = image
+
+    def _compile(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> KernelImage:
+        factors = self._image_factors(specialisation, options, capability)
         start = time.perf_counter()
         image = export_triton(
             self.kernel(),
@@ -88,8 +102,18 @@ class TritonImages:
             capability=capability,
         )
         seconds = {"compile": time.perf_counter() - start}
-        self._write(lambda: self._keep(key, factors, image, seconds))
-        return image, True
+        self._write(lambda: self._keep(key_of(factors), factors, image, seconds))
+        return image
+
+    def _image_factors(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> dict[str, Any]:
+        return {
+            **self._factors,
+            "capability": capability,
+            "kinds": dict(specialisation.kinds),
+            "constants": {name: repr(value) for name, value in specialisation.constants.items()},
+            "divisible_by_16": sorted(specialisation.divisible_by_16),
+            "options": {name: repr(value) for name, value in options.items()},
+        }
 
     def kernel(self) -> Any:
         """The `@triton.jit` function itself; imports Triton."""

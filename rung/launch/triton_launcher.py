@@ -15,7 +15,7 @@ from rung.launch.grid import checked_grid
 from rung.launch.image import GLOBAL_SCRATCH, PROFILE_SCRATCH, KernelImage, Parameter
 from rung.launch.kernel import LoadedKernel, launch_attributes
 from rung.launch.packing import ParameterBuffer
-from rung.launch.rehearsal import current_rehearsal
+from rung.launch.rehearsal import GATE, current_rehearsal
 from rung.launch.specialise import OPTIONS, generate_run, specialise
 from rung.launch.triton_images import TritonImages
 from rung.torch_compat import TritonParameter, triton_interpreted, why_no_triton_export
@@ -52,6 +52,7 @@ class TritonLauncher:
         self.run: Callable[..., None] = self._first_run
         self._driver, self._store, self._road = driver, store, road
         self._lock = threading.RLock()
+        self._taken: Callable[..., None] | None = None  # the road, once it was chosen
         self._by_key: dict[Any, _Entry] = {}
         self._by_image: dict[Any, _Entry] = {}
 
@@ -78,16 +79,21 @@ class TritonLauncher:
         return self._driver or CudaDriver()
 
     def _first_run(self, grid: tuple[int, int, int], *values: Any, **named: Any) -> None:
-        """Choose the road, and become it; in a rehearsal no road is taken."""
+        """Choose the road, and become it; in a rehearsal no road is taken, and nobody becomes one."""
         rehearsal = current_rehearsal.get()
         if rehearsal is not None:
             if all(grid):
                 rehearsal.launch(self, values, named)
             return
         with self._lock:
-            if self.run == self._first_run:
-                self.run = self._prebound(values) if self.road == "prebound" else self._through_triton()
-        self.run(grid, *values, **named)
+            if self._taken is None:
+                self._taken = self._prebound(values) if self.road == "prebound" else self._through_triton()
+        GATE.become(self, self._taken)
+        self._taken(grid, *values, **named)
+
+    def leave_road(self) -> None:
+        """Look at each launch again before it takes the road."""
+        self.run = self._first_run
 
     def constants_and_options(self, named: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a call gives by name, told apart and in the order in which `generate_run` does it."""

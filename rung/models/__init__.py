@@ -1,6 +1,7 @@
 """Models: decoders of the Llama family and Gemma-3, configurations, weights out of safetensors and GGUF, tokenizer and chat template."""
 
 from rung.models.build import read_config
+from rung.models.calibrate import calibrate_input_scales, calibrate_kv_scales
 from rung.models.config import ARCHITECTURES, LlamaConfig
 from rung.models.fp8 import FP8Linear, quantize_fp8
 from rung.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
@@ -11,6 +12,8 @@ from rung.models.random import SHAPES, random_model
 from rung.models.tokenizer import Detokenizer, Tokenizer
 
 __all__ = [
+    "calibrate_input_scales",
+    "calibrate_kv_scales",
     "ARCHITECTURES",
     "SHAPES",
     "Detokenizer",

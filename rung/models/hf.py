@@ -34,6 +34,11 @@ class FlatModel(nn.Module):
         _attach(self.base, _found_layers(self.base))
         _set_implementation(self.base, IMPLEMENTATION)
 
+    @property
+    def config(self) -> Any:
+        """transformers' configuration, of which a runner reads `vocab_size` and `max_position_embeddings`."""
+        return self.model.config
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = self.plain_forward(self.base, input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
         hidden: torch.Tensor = output.last_hidden_state

@@ -10,14 +10,16 @@ from rung.passes.report import NearMiss, merged
 
 
 def counts_of(report: Mapping[str, Any]) -> dict[str, int]:
-    """Matches of one piece by pass and by pattern. A pass that is called like its pattern is counted once."""
+    """Matches of one piece by pass and by pattern. A pass that is called like its pattern is counted once, and so is an op that a pattern
+    of its name put there and that was lowered."""
     passes = {
         name: {what: count for what, count in found.items() if not what.startswith("near miss")}
         for name, found in report.items()
         if isinstance(found, Mapping)
     }
-    patterns = merged(passes.values())
-    return patterns | {name: sum(found.values()) for name, found in passes.items()}
+    lowered = passes.get("lowering", {})
+    patterns = merged(found for name, found in passes.items() if name != "lowering")
+    return lowered | patterns | {name: sum(found.values()) for name, found in passes.items()}
 
 
 def check_expectations(expect: Mapping[str, int], pieces: Iterable[tuple[Mapping[str, Any], int]]) -> None:

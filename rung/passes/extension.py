@@ -1,4 +1,4 @@
-"""Passes that come from outside: by object, by import path, or by entry point."""
+"""Passes and providers that come from outside: by object, by import path, or by entry point."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import fx
 from rung.errors import PassError
 from rung.passes.identity import code_identity, digest, value_identity
 from rung.passes.manager import GraphPass
+from rung.passes.providers import OwnProvider
 from rung.passes.report import PassOutcome
 
 GROUP = "rung.passes"
+PROVIDERS = "rung.providers"
 
 
 class SourcePass:
@@ -67,3 +69,15 @@ def load_pass(given: str | Any) -> GraphPass:
     if not isinstance(result.uuid(), str):
         raise PassError(f"pass {result.name!r}: uuid() must return a text", hint="cover source and parameters with it, or leave it out")
     return result
+
+
+def load_provider(given: str | Any) -> OwnProvider:
+    """A provider out of an object, a function that makes one, or a text that names either. Raises `PassError`."""
+    found = load_object(given, PROVIDERS) if isinstance(given, str) else given
+    if callable(found):
+        found = found()
+    if not isinstance(found, OwnProvider):
+        raise PassError(
+            f"{given!r} gives a {type(found).__name__}, which is no provider", hint="make a rung.passes.providers.OwnProvider of it"
+        )
+    return found

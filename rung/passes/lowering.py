@@ -11,6 +11,8 @@ from torch import fx
 
 from rung import torch_compat
 from rung.passes.ir import IR_OPS, IROp
+from rung.passes.providers import OwnProvider
+from rung.passes.report import NearMiss, PassOutcome
 
 
 def lower(graph: fx.Graph, ops: Iterable[IROp] = IR_OPS) -> dict[str, int]:
@@ -21,15 +23,36 @@ def lower(graph: fx.Graph, ops: Iterable[IROp] = IR_OPS) -> dict[str, int]:
         op = table.get(node.target) if node.op == "call_function" else None
         if op is None:
             continue
-        provider, _ = op.choose(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args))
+        values = _values(node)
+        provider, _ = op.choose(*values)
         if provider is None:
             inline(graph, node, op.body)
             found = op.name
         else:
-            values = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args)
-            found = f"{op.name} ({provider.name}: {provider.describe(*values)})"
+            found = f"{op.name} ({op.describe(*values)})"
         counts[found] = counts.get(found, 0) + 1
     return counts
+
+
+def lower_to(graph: fx.Graph, providers: Iterable[OwnProvider]) -> PassOutcome:
+    """Let providers from outside take the ops that they are for, the first of them that takes the arguments."""
+    counts: dict[str, int] = {}
+    misses: list[NearMiss] = []
+    for provider in providers:
+        counts[provider.label] = 0
+        for node in graph.find_nodes(op="call_function", target=provider.meaning.overload):
+            reason = provider.why_not(*_values(node))
+            if reason is None:
+                inline(graph, node, provider.run)
+                counts[provider.label] += 1
+            else:
+                where = torch_compat.node_location(node)
+                misses.append(NearMiss(pattern=provider.label, anchor=node.name, matched=1, total=1, reason=reason, where=where))
+    return PassOutcome(counts, tuple(misses))
+
+
+def _values(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args)
 
 
 def inline(graph: fx.Graph, node: fx.Node, body: Callable[..., Any]) -> None:

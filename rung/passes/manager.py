@@ -18,6 +18,7 @@ from rung import torch_compat
 from rung.passes import ir, lowering
 from rung.passes.fused_ops import FUSED_OPS
 from rung.passes.ir import IR_OPS
+from rung.passes.providers import OwnProvider
 from rung.passes.report import NearMiss, PassOutcome
 
 
@@ -39,26 +40,35 @@ Observer = Callable[[int, str, fx.Graph], None]  # position, name of the pass th
 class PassManager:
     """Runs passes over a piece and remembers what they did to it. `late` passes run behind lowering, on what Inductor will see."""
 
-    def __init__(self, passes: Sequence[GraphPass] = (), late: Sequence[GraphPass] = (), observe: Observer | None = None) -> None:
+    def __init__(
+        self,
+        passes: Sequence[GraphPass] = (),
+        late: Sequence[GraphPass] = (),
+        observe: Observer | None = None,
+        *,
+        providers: Sequence[OwnProvider] = (),
+    ) -> None:
         self.passes = tuple(passes)
         self.late = tuple(late)
+        self.providers = tuple(providers)
         self._observe = observe or (lambda number, name, graph: None)
         self.report: dict[str, Any] = {}
         self.near_misses: list[NearMiss] = []
 
     def fresh(self, observe: Observer | None = None) -> PassManager:
         """The same passes, for another piece. `observe` sees the graph before them and behind each."""
-        return PassManager(self.passes, self.late, observe)
+        return PassManager(self.passes, self.late, observe, providers=self.providers)
 
     def uuid(self, tag: str = "") -> str:
         """Identity of everything this manager may do to a graph; `tag` separates pieces that Inductor's own key does not."""
         sources = [inspect.getsource(lowering), *(inspect.getsource(inspect.getmodule(op.body) or ir) for op in (*IR_OPS, *FUSED_OPS))]
         parts = [tag, *sources, *(f"{item.name}:{item.uuid()}" for item in self.passes), "late"]
+        parts += [item.uuid() for item in self.providers]
         return hashlib.sha256("\0".join([*parts, *(f"{item.name}:{item.uuid()}" for item in self.late)]).encode()).hexdigest()
 
     def check(self) -> None:
-        """Let every pass that can prove itself do so, before a piece is changed. Raises `PassError`."""
-        for item in (*self.passes, *self.late):
+        """Let every pass and provider that can prove itself do so, before a piece is changed. Raises `PassError`."""
+        for item in (*self.passes, *self.late, *self.providers):
             check = getattr(item, "check", None)
             if check is not None:
                 check()
@@ -68,6 +78,10 @@ class PassManager:
         numbers = itertools.count(1)
         self._observe(0, "before", graph)
         report: dict[str, Any] = {item.name: self._run(item, graph, next(numbers)) for item in self.passes}
+        if self.providers:
+            outcome = lowering.lower_to(graph, self.providers)
+            self.near_misses += outcome.near_misses
+            report["providers"] = dict(outcome.matches)
         report["lowering"] = lowering.lower(graph, (*IR_OPS, *FUSED_OPS))
         self._observe(next(numbers), "lowering", graph)
         self.report = report | {item.name: self._run(item, graph, next(numbers)) for item in self.late}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,24 +14,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from rung import torch_compat
 from rung.attention import AttentionBackend, AttentionSpec, CaptureSupport, attention_layers
 from rung.attention.select import select_backend
 from rung.compile.compiled import CompiledFunction
 from rung.compile.entry import Entry
 from rung.compile.report import CompileReport
 from rung.config import CompileConfig
-from rung.counters import Counters
+from rung.counters import Count, Counters
 from rung.errors import ConfigError
-from rung.graphs import CaptureReport, ConfiguredMode, Descriptor, make_backend, plan_descriptors, resolve_mode
+from rung.graphs import CaptureReport, ConfiguredMode, make_backend, resolve_mode
 from rung.graphs.capture import has_host_breaks
 from rung.graphs.guard import Addresses, module_tensors
 from rung.graphs.memory_budget import Steps
-from rung.launch import launch_road
+from rung.launch import Built, launch_road
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Engine
 from rung.runner.executor import InProcessExecutor
 from rung.runner.forward import EagerForward, Forward
 from rung.runner.graph_forward import DIM, GraphForward
+from rung.runner.kernel_images import find_kernels, shadow_of
 from rung.runner.kv_cache import cache_dtype, num_kv_blocks
 from rung.runner.kv_groups import kv_groups
 from rung.runner.memory_plan import MemoryPlan
@@ -37,8 +42,10 @@ from rung.runner.ops import default_ops
 from rung.runner.profile import PROFILE_BLOCKS, needs_profile, profile_memory
 from rung.runner.rehearsal import rehearse
 from rung.runner.scheduler import Scheduler
-from rung.runner.step_trace import capture_ladder, open_step_trace, recorded_steps
+from rung.runner.step_trace import open_step_trace, planned_descriptors, recorded_steps
 from rung.runner.text import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -50,6 +57,7 @@ class StartUp:
     step_ops: str = ""  # the operations that build a step's inputs, and why when they are not the fast ones
     kernel_launches: str = ""  # how our Triton kernels are launched, a `launch_road()`
     compile: CompileReport | None = None
+    kernels: Built | None = None  # where the images of our own kernels came from, None where each waits for its first launch
     capture: CaptureReport | None = None
     memory: MemoryPlan | None = None  # how the KV cache was sized; None: by the configuration, or every slot fits easily
 
@@ -64,9 +72,13 @@ class StartUp:
 class _Attention:
     """The chosen backend of each kind of layer, and what all of them can capture."""
 
-    make: Callable[[AttentionSpec], AttentionBackend]
+    types: Mapping[AttentionSpec, type[AttentionBackend]]
     support: CaptureSupport
     why: str
+    batch_invariant: bool
+
+    def make(self, spec: AttentionSpec) -> AttentionBackend:
+        return self.types[spec](spec, batch_invariant=True) if self.batch_invariant else self.types[spec](spec)
 
 
 def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters | None = None) -> tuple[ModelRunner, StartUp]:
@@ -76,21 +88,26 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     _check_length(module, config)
     device, dtype = _place(module)
     attention = _choose_attention(module, config, dtype, device)
+    for layer in attention_layers(module).values():
+        layer.choose(attention.types[layer.spec], device)
     start.attention = attention.why
     steps = recorded_steps(config)
     start.kernel_launches = launch_road()
     trace = open_step_trace(config, attention.support)
     forward: Forward = EagerForward(module, counters)
     call: Callable[..., Any] = module
+    options: dict[str, Any] = {"batch_invariant": True} if config.batch_invariant else {}
     if not config.eager:
         with start.phase("compile"):
-            compiled, start.compile = compile_model(module, device, config.max_num_tokens, counters)
+            compiled, start.compile = compile_model(module, device, config.max_num_tokens, counters, **options)
+        if start.compile.source == "compiled" and start.kernel_launches == "prebound":
+            build_kernels(module, compiled, config, device, start, counters)
         addresses = _addresses(compiled, module, config)
         forward, call = _graph_forward(compiled, module, config, attention.support, device, counters, addresses, steps), compiled
     elif config.graphs != "none":
         raise ConfigError("graphs need a compiled model, and eager=True asks for none", hint='use graphs="none", or eager=False')
     with start.phase("allocate"):
-        ops, start.step_ops = default_ops(device)
+        ops, start.step_ops = default_ops(device, batch_invariant=config.batch_invariant)
         groups = kv_groups(attention_layers(module), config, cache_dtype(config, dtype))
         profiled = needs_profile(config, groups, device)
         runner = ModelRunner(
@@ -117,6 +134,26 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     return runner, start
 
 
+def build_kernels(
+    module: nn.Module, compiled: CompiledFunction, config: RunnerConfig, device: torch.device, start: StartUp, counters: Counters
+) -> None:
+    """Build at once what the first steps would build one after another. A warm start does not look: its store has the images, and the few
+    of another configuration wait for their launch."""
+    for layer in attention_layers(module).values():
+        layer.backend = layer.kv_cache = None  # of an earlier runner
+    major, minor = torch.cuda.get_device_capability(device)
+    try:
+        with start.phase("find kernels"):
+            rehearsal = find_kernels(shadow_of(module, device), compiled, [config], 10 * major + minor)
+    except Exception as error:  # a module that cannot be copied, or that does more than tensor operations
+        start.kernels = Built(reason=f"the start could not be rehearsed: {type(error).__name__}: {error}")
+        counters.add(Count.UNFORESEEN_KERNELS)
+        _log.warning("kernels are built one by one: %s", start.kernels.reason)
+        return
+    with start.phase("build kernels"):
+        start.kernels = rehearsal.build(os.cpu_count() or 1, torch_compat.compile_workers())
+
+
 def build_engine(
     module: nn.Module, config: RunnerConfig, *, tokenizer: Tokenizer | None = None, stop_token_ids: Sequence[int] = ()
 ) -> tuple[Engine, ModelRunner, StartUp]:
@@ -130,6 +167,9 @@ def build_engine(
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
     )
+    if config.freeze_heap:
+        gc.collect()
+        gc.freeze()
     return engine, runner, start
 
 
@@ -146,12 +186,16 @@ def example_inputs(device: torch.device) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.zeros(2, dtype=torch.int32, device=device), "positions": torch.arange(2, device=device)}
 
 
+def compile_config(max_num_tokens: int, **options: Any) -> CompileConfig:
+    """How a model's forward is compiled."""
+    return CompileConfig(dynamic={"input_ids": {0: DIM}, "positions": {0: DIM}}, maximum=max_num_tokens, **options)
+
+
 def compile_example(
     module: nn.Module, example: Mapping[str, torch.Tensor], max_num_tokens: int, counters: Counters, **options: Any
 ) -> tuple[CompiledFunction, CompileReport]:
     """As `compile_model`, for given `example_inputs`."""
-    config = CompileConfig(dynamic={"input_ids": {0: DIM}, "positions": {0: DIM}}, maximum=max_num_tokens, **options)
-    entry = Entry(module.forward, config, counters)
+    entry = Entry(module.forward, compile_config(max_num_tokens, **options), counters)
     with torch.no_grad():
         variant = entry.variant(example)
     return variant.compiled, variant.report
@@ -182,18 +226,6 @@ def _graph_forward(
     )
 
 
-def planned_descriptors(config: RunnerConfig, support: CaptureSupport) -> tuple[Descriptor, ...]:
-    """What graphs are captured for, with attention that can be captured so far."""
-    found = plan_descriptors(
-        capture_ladder(config),
-        ConfiguredMode(config.graphs),
-        max_num_requests=config.max_num_requests,
-        uniform_query_lens=config.decode_query_lens,
-        capture_support=support,
-    )
-    return tuple(found)
-
-
 def _addresses(compiled: CompiledFunction, module: nn.Module, config: RunnerConfig) -> Addresses:
     def rebind() -> None:
         compiled.rebind({compiled.plan.inputs[number].local: module for number in compiled.weights})
@@ -204,11 +236,13 @@ def _addresses(compiled: CompiledFunction, module: nn.Module, config: RunnerConf
 def _choose_attention(module: nn.Module, config: RunnerConfig, dtype: torch.dtype, device: torch.device) -> _Attention:
     specs = dict.fromkeys(layer.spec for layer in attention_layers(module).values())
     fp8 = config.kv_cache_dtype == "fp8"
-    chosen = {spec: select_backend(spec, dtype, device, config.block_size, config.attention_backend, fp8_cache=fp8) for spec in specs}
+    options: dict[str, Any] = {"fp8_cache": fp8, "batch_invariant": config.batch_invariant}
+    chosen = {spec: select_backend(spec, dtype, device, config.block_size, config.attention_backend, **options) for spec in specs}
     if not chosen:
         raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
     return _Attention(
-        make=lambda spec: chosen[spec][0](spec),
+        types={spec: backend for spec, (backend, _) in chosen.items()},
+        batch_invariant=config.batch_invariant,
         support=min(backend.capture_support for backend, _ in chosen.values()),
         why="; ".join(dict.fromkeys(why for _, why in chosen.values())),
     )

@@ -50,13 +50,11 @@ class OpenRequest:
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
-        self._only_tokens = detokenizer is None and request.matcher is None and request.sampling.logprobs is None
+        self.only_tokens = detokenizer is None and request.matcher is None and request.sampling.logprobs is None
 
     def take(self, tokens: tuple[int, ...], logprobs: Sequence[TokenLogprobs] = ()) -> Update:
         """New tokens, which the request has already, and their text. What its grammar or tokenizer raises goes through."""
         request = self.request
-        if self._only_tokens and request.finish_reason is None:
-            return Update(request.request_id, tokens, "")
         if request.matcher is not None:
             for token in tokens:
                 if not request.matcher.accept(token):

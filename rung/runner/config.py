@@ -45,6 +45,10 @@ class RunnerConfig:
     attention_backend: str = "auto"
     on_address_change: AddressPolicy = "raise"  # when a weight or cache that graphs read was replaced: also "recapture", or "none" (graphs)
     eager: bool = False  # run the model uncompiled
+    # `build_engine` ends with `gc.freeze()`: a full collection walks all of torch, 100 to 300 ms in the midst of serving. It holds for the
+    # whole process, and what exists then is never collected again, so it is for processes that serve one engine.
+    freeze_heap: bool = False
+    batch_invariant: bool = False  # the same bits for a request alone and in any batch; slower (docs/passes.md)
 
     def __post_init__(self) -> None:
         if self.graphs not in get_args(Mode):
@@ -84,6 +88,10 @@ class RunnerConfig:
             )
         if self.max_waste is not None and self.max_waste < 1:
             raise ConfigError(f"max_waste must be at least 1, got {self.max_waste}", hint="2.0 pads a step to at most twice its tokens")
+        if self.batch_invariant and self.eager:
+            raise ConfigError(
+                "batch_invariant needs a compiled model: eager kernels choose by the number of rows", hint="leave eager=True out"
+            )
         if self.max_num_tokens < self.max_num_requests:
             raise ConfigError(
                 f"max_num_tokens ({self.max_num_tokens}) is smaller than max_num_requests ({self.max_num_requests})",

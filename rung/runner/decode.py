@@ -12,10 +12,11 @@ from rung.runner.block_table import BlockTable
 from rung.runner.inputs import InputBuffers
 from rung.runner.ops.base import StepOps
 from rung.runner.ops.decode_base import DecodeState
+from rung.runner.output import RecordedTokens
 from rung.runner.sampler import Sampler
 from rung.runner.slots import RequestSlots
 
-_MIN_HISTORY = 64  # steps whose tokens are kept on the device
+_MIN_HISTORY = 64  # steps whose tokens are kept
 
 
 class DecodeStep:
@@ -43,8 +44,6 @@ class DecodeStep:
         self.state = DecodeState.allocate(max(_MIN_HISTORY, 2 * steps_in_flight), slots.max_num_requests, buffers.input_ids.device)
         self._sampling = True
         self._steps = 0  # replays so far
-        self._views: dict[int, torch.Tensor] = {}  # by row of the history, [1, self._views_width]
-        self._views_width = 0
 
     # --- inside the graph ---
 
@@ -73,25 +72,15 @@ class DecodeStep:
         """After each replay."""
         self._steps += 1
 
-    def tokens(self, num_steps: int, num_requests: int) -> torch.Tensor:
-        """What the last `num_steps` replays sampled, int64 [num_steps, num_requests] on the device, -1 where nothing was."""
-        history = self.state.history
-        if num_steps == 1:
-            return self._last_row(num_requests)
-        rows, last = history.shape[0], (self._steps - 1) % history.shape[0]
-        first = last + 1 - num_steps
-        if first >= 0:
-            return history[first : last + 1, :num_requests]
-        return torch.cat([history[rows + first :, :num_requests], history[: last + 1, :num_requests]])
-
-    def _last_row(self, num_requests: int) -> torch.Tensor:
-        """Views of the history are kept for batches that stay: making one costs 10 to 20 us."""
-        if self._views_width != num_requests:
-            self._views, self._views_width = {}, num_requests
-        last = (self._steps - 1) % self.state.history.shape[0]
-        if last not in self._views:
-            self._views[last] = self.state.history[last : last + 1, :num_requests]
-        return self._views[last]
+    def tokens(self, num_steps: int, num_requests: int) -> torch.Tensor | RecordedTokens:
+        """What the last `num_steps` replays sample, [num_steps, num_requests], -1 where nothing was: int64 on the device, where the host
+        cannot read the history in place."""
+        history, history_np = self.state.history, self.state.history_np
+        first = (self._steps - num_steps) % history.shape[0]
+        if history_np is not None:
+            return RecordedTokens(history_np, first, num_steps, num_requests)
+        end = first + num_steps
+        return torch.cat([history[first:end, :num_requests], history[: max(0, end - history.shape[0]), :num_requests]])
 
 
 class DecodePlan:

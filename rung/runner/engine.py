@@ -192,13 +192,17 @@ class Engine:
         assert output is not None
         if output.prompt_logprobs:
             self._keep_prompt_logprobs(output)
-        updates = []
+        updates: list[Update] = []
         for request, taken in self.scheduler.update(output):
-            one = self._outputs[request.request_id]
+            request_id = request.request_id
+            one = self._outputs[request_id]
+            if one.only_tokens and request.finish_reason is None:  # the common case costs one tuple
+                updates.append(Update(request_id, taken, ""))
+                continue
             if request.finish_reason is FinishReason.ERROR:
-                one.error = output.errors.get(request.request_id)
+                one.error = output.errors.get(request_id)
             try:
-                update = one.take(taken, output.logprobs.get(request.request_id, ()) if output.logprobs else ())
+                update = one.take(taken, output.logprobs.get(request_id, ()) if output.logprobs else ())
             except Exception as error:  # of its grammar or tokenizer; other requests have nothing to do with that
                 update = one.fail(taken, error)
             updates.append(update if update.completion is None else self._close(update))

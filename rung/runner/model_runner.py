@@ -26,6 +26,7 @@ from rung.runner.hooks import StepHooks
 from rung.runner.inputs import InputBuffers, InputBuilder
 from rung.runner.kv_cache import allocate_kv_caches, cache_dtype, num_kv_blocks
 from rung.runner.kv_groups import kv_groups, windows_of
+from rung.runner.logits import logits_of
 from rung.runner.metadata import build_metadata
 from rung.runner.ops import StepOps, default_ops
 from rung.runner.output import EMPTY_OUTPUT, AsyncOutput, ModelRunnerOutput
@@ -99,10 +100,11 @@ class ModelRunner:
         )
         self.buffers = InputBuffers.allocate(config.max_num_tokens, config.max_num_requests, self.device, self.forward.static_inputs())
         self.sampler = Sampler(self.slots, transfer, ops)
-        self.prompts = PromptLogprobs(module.compute_logits, self.slots, self.sampler)  # type: ignore[arg-type]
+        self.compute_logits = logits_of(module, batch_invariant=config.batch_invariant)
+        self.prompts = PromptLogprobs(self.compute_logits, self.slots, self.sampler)
         self._inputs = InputBuilder(self.buffers, self.slots, transfer, ops)
         self.decode = DecodeStep(
-            module.compute_logits,  # type: ignore[arg-type]
+            self.compute_logits,
             self.slots,
             self.block_tables,
             self.buffers,
@@ -366,8 +368,7 @@ class ModelRunner:
 
     def _logits(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         last_rows = self.ops.logits_indices(self.buffers.query_start_loc, batch.num_requests)
-        logits: torch.Tensor = self.module.compute_logits(hidden[last_rows])  # type: ignore[operator]
-        return logits
+        return self.compute_logits(hidden[last_rows])
 
     def _sample(self, parked: ParkedStep, mask: GrammarMask | None) -> tuple[torch.Tensor, torch.Tensor, StepLogprobs | None]:
         """The sampled tokens of a batch, int64 [num_requests], or marks of failures; how many of each row count, int32 [num_requests]."""

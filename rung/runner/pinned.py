@@ -1,15 +1,19 @@
-"""Pinned host memory that kernels read in place, instead of a copy to the device."""
+"""Pinned host memory that kernels read and write in place, instead of a copy to or from the device."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from rung import torch_compat
 
 _LEAST_BYTES = 1 << 12
 
@@ -67,17 +71,34 @@ def pinned_pool(device: torch.device) -> PinnedPool | None:
     """None where kernels cannot read pinned memory at the address that the host knows (no CUDA, no unified addressing)."""
     if device.type != "cuda":
         return None
-
-    def mapped(memory: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(_CudaArray(memory), device=device)
-
     probe = _pinned(16)
     try:
-        if mapped(probe).data_ptr() != probe.data_ptr():
+        if _mapped(probe, device).data_ptr() != probe.data_ptr():
             return None
     except (RuntimeError, ValueError, TypeError):
         return None
-    return PinnedPool(_pinned, mapped, torch.cuda.Event)
+    return PinnedPool(_pinned, partial(_mapped, device=device), torch.cuda.Event)
+
+
+def shared_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
+    """A tensor of zeros on `device`, and the same memory as the host sees it; None where the host cannot see it.
+
+    Kernels write pinned memory in place; the host may read what they wrote once an event behind them is done."""
+    if device.type == "cpu":
+        tensor = torch.zeros(shape, dtype=dtype)
+        return tensor, tensor.numpy()
+    if pinned_pool(device) is None:
+        return torch.zeros(shape, dtype=dtype, device=device), None
+    memory = _pinned(math.prod(shape) * dtype.itemsize).zero_()
+    if torch_compat.is_fake(memory):  # a rehearsal without memory
+        return torch.zeros(shape, dtype=dtype, device=device), None
+    seen = memory.view(dtype).view(shape).numpy()
+    return _mapped(memory, device).view(dtype).view(shape), seen
+
+
+def _mapped(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Pinned bytes as the device sees them; keeps the memory."""
+    return torch.as_tensor(_CudaArray(memory), device=device)
 
 
 def _pinned(size: int) -> torch.Tensor:

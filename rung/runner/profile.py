@@ -87,7 +87,7 @@ def _largest_step(runner: ModelRunner, call: Callable[..., Any]) -> None:
     with set_forward_context(step.context):
         hidden = call(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])
     last = torch.arange(config.max_num_requests, device=runner.device) % rows
-    logits = runner.module.compute_logits(hidden[last])  # type: ignore[operator]
+    logits = runner.compute_logits(hidden[last])
     del hidden
     runner.sampler.rehearse(logits)
 

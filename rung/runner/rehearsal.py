@@ -73,7 +73,7 @@ def _hidden(runner: ModelRunner, call: Callable[..., Any], batch: Batch) -> torc
     rows = batch.num_tokens
     with set_forward_context(step.context):
         hidden: torch.Tensor = call(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])
-    runner.module.compute_logits(hidden[:_FEW_ROWS])  # type: ignore[operator]
+    runner.compute_logits(hidden[:_FEW_ROWS])
     return hidden
 
 
@@ -86,6 +86,6 @@ def _operations(runner: ModelRunner, hidden: torch.Tensor) -> None:
     batch = dummy_batch(np.ones(count, np.int32), decode=True)
     runner.prepare(batch, Dispatch(exact(batch.shape)))
     rows = ops.logits_indices(buffers.query_start_loc, count) % hidden.shape[0]
-    runner.sampler.rehearse_kernels(runner.module.compute_logits(hidden[rows]))  # type: ignore[operator]
+    runner.sampler.rehearse_kernels(runner.compute_logits(hidden[rows]))
     num_sampled = ops.num_sampled(buffers.idx_mapping, buffers.seq_lens, runner.slots.prefill_len, count)
     ops.advance(runner.slots, buffers.idx_mapping, buffers.query_start_loc, rows, num_sampled)

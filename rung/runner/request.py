@@ -59,6 +59,10 @@ class Request:
         """Take sampled tokens that have arrived up to the one that ends the request, if one does; returns those taken."""
         output = self.output_token_ids
         room = self.max_total_tokens - len(self.prompt_token_ids) - len(output)
+        if room > 1 and len(tokens) == 1 and tokens[0] not in self.stop_token_ids:  # as nearly always
+            output.append(tokens[0])
+            self.num_in_flight -= 1
+            return tokens
         for count, token in enumerate(tokens, start=1):
             output.append(token)
             if token in self.stop_token_ids:

@@ -33,12 +33,15 @@ class _Draft:
     new: list[NewRequest] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)  # tokens of each
+    only_decodes: bool = True  # each adds one token, and samples
     preempted: set[str] = field(default_factory=set)
 
     def take(self, request: Request, count: int) -> None:
+        """A request that starts."""
         self.requests.append(request)
         self.counts.append(count)
         self.budget -= count
+        self.only_decodes = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +144,15 @@ class Scheduler:
         ended = []
         step, errors = self._in_flight.popleft(), output.errors
         sampling = step.sampling
+        find, note = sampling.get, updates.append  # the loop runs once for each request and step
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
-            request = sampling.get(request_id)
+            request = find(request_id)
             if request is None or request.status is _FINISHED or not (tokens or request_id in errors):
                 continue
             taken = request.take(tokens)
             if errors and request.finish_reason is None and request_id in errors:
                 request.finish_reason = FinishReason.ERROR
-            updates.append((request, taken))
+            note((request, taken))
             if request.finish_reason is not None:
                 ended.append(request)
         self._keep_blocks(step)
@@ -176,19 +180,33 @@ class Scheduler:
         self.blocks.forget_prefixes()
 
     def _schedule_running(self, draft: _Draft) -> None:
-        chunk, size, index, running = self.config.prefill_chunk, self.config.block_size, 0, self.running
-        while index < len(running) and draft.budget > 0:
-            request = running[index]
-            computed = request.num_computed_tokens
-            count = request.num_tokens - computed
-            if count > 0 and request.num_tokens < request.max_total_tokens:
-                if count > 1:
-                    count = min(count, chunk, draft.budget)
-                if computed + count > request.num_blocks * size and not self.blocks.grow(request, computed + count):
-                    self._preempt(running.pop(), draft)
-                    continue  # tries the same request again, unless it was the last itself
-                draft.take(request, count)
-            index += 1
+        chunk, size, budget, running = self.config.prefill_chunk, self.config.block_size, draft.budget, self.running
+        take, note = draft.requests.append, draft.counts.append  # the loop runs once for each request and step
+        for request in running:
+            if budget <= 0:
+                break
+            computed, num_tokens = request.num_computed_tokens, request.num_tokens
+            count = num_tokens - computed
+            if count <= 0 or num_tokens >= request.max_total_tokens:
+                continue
+            if count > 1:
+                count = min(count, chunk, budget)
+                draft.only_decodes = False
+            if computed + count > request.num_blocks * size and not self._make_room(request, computed + count, draft):
+                break  # it was the last itself
+            take(request)
+            note(count)
+            budget -= count
+        draft.budget = budget
+
+    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+        """Blocks for a running request; others are preempted for it from the end, at last it itself."""
+        while not self.blocks.grow(request, num_tokens):
+            last = self.running.pop()
+            self._preempt(last, draft)
+            if last is request:
+                return False
+        return True
 
     def _schedule_waiting(self, draft: _Draft) -> None:
         while self.waiting and draft.budget > 0 and len(self.running) < self.config.max_num_requests:
@@ -223,10 +241,8 @@ class Scheduler:
     def _more_steps(self, draft: _Draft) -> int:
         """How often the plan may be repeated on the device: nobody waits, every request decodes, none ends by its length on the way."""
         limit = self.config.replay_steps
-        if limit == 1 or self._num_grammars or self.waiting or draft.new or draft.preempted or not draft.requests:
-            return 1
         requests = draft.requests
-        if any(request.num_computed_tokens + 1 != request.num_tokens for request in requests):
+        if limit == 1 or self._num_grammars or self.waiting or draft.preempted or not (requests and draft.only_decodes):
             return 1
         num_steps = min(limit, *(request.max_total_tokens - request.num_tokens for request in requests))
         while num_steps > 1:
@@ -241,25 +257,35 @@ class Scheduler:
 
     def _advance(self, draft: _Draft, num_steps: int) -> tuple[dict[str, int], _StepInFlight]:
         """Count the plan's tokens as computed; returns them by request, and the step."""
+        if draft.only_decodes:
+            return self._advance_decodes(draft.requests, num_steps)
         requests, size = draft.requests, self.config.block_size
         sampling, filled = [], []
         for request, count in zip(requests, draft.counts, strict=True):
             end = request.num_computed_tokens + count
             if end == request.num_tokens:
-                end += num_steps - 1
-                request.num_in_flight += num_steps
-                request.num_tokens += num_steps
+                request.num_in_flight += 1
+                request.num_tokens += 1
                 sampling.append(request)
             request.num_computed_tokens = end
-            if count > 1 or num_steps > 1 or not end % size:
+            if count > 1 or not end % size:
                 filled.append((request, end, request.num_preemptions))
-        if len(sampling) == len(requests) == sum(draft.counts):
-            if requests != self._decodes.requests:
-                self._decodes = _Decodes.of(requests)
-            decodes = self._decodes
-            return decodes.scheduled, _StepInFlight(decodes.requests, decodes.by_id, filled)
         scheduled = {request.request_id: count for request, count in zip(requests, draft.counts, strict=True)}
         return scheduled, _StepInFlight(requests, {request.request_id: request for request in sampling}, filled)
+
+    def _advance_decodes(self, requests: list[Request], num_steps: int) -> tuple[dict[str, int], _StepInFlight]:
+        """`_advance` where every request decodes: only these are repeated, and only these come in hundreds."""
+        size, filled = self.config.block_size, []
+        for request in requests:
+            request.num_computed_tokens = end = request.num_tokens + num_steps - 1
+            request.num_tokens = end + 1
+            request.num_in_flight += num_steps
+            if num_steps > 1 or not end % size:
+                filled.append((request, end, request.num_preemptions))
+        if requests != self._decodes.requests:
+            self._decodes = _Decodes.of(requests)
+        decodes = self._decodes
+        return decodes.scheduled, _StepInFlight(decodes.requests, decodes.by_id, filled)
 
     def _keep_blocks(self, step: _StepInFlight) -> None:
         """The step has succeeded: requests may start behind what it computed. Its requests may have ended, or lost their blocks, since."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rung.attention import CaptureSupport
-from rung.graphs import ConfiguredMode, Dispatch, Ladder
+from rung.graphs import ConfiguredMode, Descriptor, Dispatch, Ladder, plan_descriptors
 from rung.graphs.memory_budget import Steps, traced_steps
 from rung.graphs.trace import StepTrace, TraceHeader, read_trace
 from rung.runner.batch import Batch
@@ -50,3 +50,15 @@ def recorded_steps(config: RunnerConfig) -> Steps | None:
 def record_step(trace: StepTrace, batch: Batch, dispatch: Dispatch) -> None:
     """Add a step that ran."""
     trace.add(batch.shape, dispatch.mode, dispatch.num_tokens, dispatch.reason)
+
+
+def planned_descriptors(config: RunnerConfig, support: CaptureSupport) -> tuple[Descriptor, ...]:
+    """What graphs are captured for, with attention that can be captured so far."""
+    found = plan_descriptors(
+        capture_ladder(config),
+        ConfiguredMode(config.graphs),
+        max_num_requests=config.max_num_requests,
+        uniform_query_lens=config.decode_query_lens,
+        capture_support=support,
+    )
+    return tuple(found)

@@ -9,6 +9,7 @@ import torch
 from rung.context import ForwardContext
 from rung.graphs import Dispatch
 from rung.runner.batch import Batch
+from rung.runner.output import RecordedTokens
 from rung.runner.sampler import StepLogprobs
 
 
@@ -29,7 +30,7 @@ class ParkedStep:
     dispatch: Dispatch
     logits: torch.Tensor  # [num_requests, vocab]; of the last step when a graph made several
     num_steps: int = 1
-    tokens: torch.Tensor | None = None  # int64 [num_steps, num_requests], when a graph has sampled and advanced the slots
+    tokens: torch.Tensor | RecordedTokens | None = None  # [num_steps, num_requests], when a graph has sampled and advanced the slots
     prompt_logprobs: tuple[StepLogprobs, ...] = ()  # of the prompts in the batch that asked for them
     # Kept until sampling, so that their memory is not handed out while enqueued work may still read them.
     context: ForwardContext | None = field(default=None, repr=False)

@@ -17,7 +17,7 @@ from rung.torch_compat.capture import (
     readable,
     where_fixed,
 )
-from rung.torch_compat.compiler import compile_lock, import_inductor, import_tracer, quiet_compiler
+from rung.torch_compat.compiler import compile_lock, hash_compilers, import_inductor, import_tracer, quiet_compiler
 from rung.torch_compat.dispatch import (
     OpOverload,
     TorchDispatchMode,
@@ -56,7 +56,7 @@ from rung.torch_compat.inductor import (
     serialize_artifact,
 )
 from rung.torch_compat.keys import device_factors, toolchain_factors
-from rung.torch_compat.memoryless import fake_mode_of, memoryless
+from rung.torch_compat.memoryless import fake_mode_of, fakes_of, memoryless
 from rung.torch_compat.passes import PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
 from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
@@ -84,6 +84,7 @@ from rung.torch_compat.triton_compile import (
     why_no_triton_export,
 )
 from rung.torch_compat.user_code import is_user_file, place
+from rung.torch_compat.workers import compile_workers
 
 __all__ = [
     "wrapper_names",
@@ -114,11 +115,13 @@ __all__ = [
     "compile_lock",
     "compile_piece",
     "compile_triton",
+    "compile_workers",
     "deserialize_artifact",
     "device_factors",
     "end_allocation_to_pool",
     "evaluate_size",
     "fake_mode_of",
+    "fakes_of",
     "free_symbols",
     "function_modes",
     "generator_key",
@@ -126,6 +129,7 @@ __all__ = [
     "has_function_modes",
     "in_dispatch_mode",
     "graph_pass",
+    "hash_compilers",
     "import_inductor",
     "import_tracer",
     "is_capture_error",

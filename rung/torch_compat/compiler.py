@@ -11,6 +11,18 @@ from importlib import import_module
 compile_lock = threading.RLock()  # torch's compiler and its configuration are process-wide: one compile at a time
 
 
+def hash_compilers() -> None:
+    """Begin to hash what Inductor's keys have of Triton and the device (0.3 to 0.5 s, the first piece waits for it), beside the trace:
+    hashing large files holds no lock of Python's. A failure is Inductor's to report, when it asks for the same."""
+    from torch._inductor.codecache import CacheBase
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            CacheBase.get_system()
+
+    threading.Thread(target=ask, name="rung-hash-compilers", daemon=True).start()
+
+
 def import_tracer() -> None:
     """Load Dynamo, which takes seconds, so that the time is not taken for that of the first trace."""
     import_module("torch._dynamo.convert_frame")
@@ -24,8 +36,9 @@ def import_inductor() -> None:
 
 @contextlib.contextmanager
 def quiet_compiler() -> Iterator[None]:
-    """Keep the compiler's deprecation chatter out of a program that turns warnings into errors."""
-    with warnings.catch_warnings():
+    """Keep the compiler's deprecation chatter out of a program that turns warnings into errors. Filters are the process's: one thread at a
+    time."""
+    with compile_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)  # the user's choice, not ours

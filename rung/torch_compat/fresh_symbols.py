@@ -23,45 +23,46 @@ class FreshSymbols:
         self.hinted = hinted
         self.shape_env: Any = ShapeEnv(specialize_zero_one=False)
         self.mode: Any = FakeTensorMode(shape_env=self.shape_env)
-        self._symbols: dict[str, torch.SymInt] = {}
-        self._high: dict[Any, int | None] = {}
+        self._symbols: dict[str, torch.SymInt | int] = {}
+        self._range: dict[Any, tuple[int, int | None]] = {}
 
-    def symbol(self, name: str, high: int | None = None) -> torch.SymInt:
-        """The size called `name`, at most `high`."""
+    def symbol(self, name: str, high: int | None = None, low: int = 0) -> torch.SymInt | int:
+        """The size called `name`, at least `low` and at most `high`; a number where these are equal."""
         if name not in self._symbols:
-            self._symbols[name] = self._backed(name, high) if self.hinted else self._unbacked(high)
+            self._symbols[name] = low if low == high else self._backed(name, low, high) if self.hinted else self._unbacked(low, high)
         return self._symbols[name]
 
-    def _backed(self, name: str, high: int | None) -> torch.SymInt:
+    def _backed(self, name: str, low: int, high: int | None) -> torch.SymInt:
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
         from torch.utils._sympy.numbers import int_oo
         from torch.utils._sympy.value_ranges import ValueRanges
 
-        hint = min(64 + 16 * len(self._symbols), high or 1 << 30)  # different hints, so that none is taken to equal another
+        low = max(low, 2)  # code for sizes from 2 serves 1 too: there a dimension of size 1 is addressed like any other
+        hint = max(low, min(64 + 16 * len(self._symbols), high or 1 << 30))  # different hints, so that none is taken to equal another
         fake = self.mode.from_tensor(
-            torch.empty(max(hint, 2), device="meta"),
+            torch.empty(hint, device="meta"),
             symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC]),
             source=ConstantSource(f"rung_{name}"),
         )
         symbol: torch.SymInt = fake.shape[0]
-        self._high[symbol.node.expr] = high
-        self.shape_env.var_to_range[symbol.node.expr] = ValueRanges(2, int_oo if high is None or high < 2 else high)
+        self._range[symbol.node.expr] = low, high
+        self.shape_env.var_to_range[symbol.node.expr] = ValueRanges(low, int_oo if high is None or high < 2 else high)
         return symbol
 
-    def _unbacked(self, high: int | None) -> torch.SymInt:
+    def _unbacked(self, low: int, high: int | None) -> torch.SymInt:
         from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
         with self.shape_env.ignore_fresh_unbacked_symbols():  # an input's symbol has no producing node
             symbol = self.shape_env.create_unbacked_symint()
-        _constrain_range_for_size(symbol, min=0, max=high)
+        _constrain_range_for_size(symbol, min=low, max=high)
         return cast("torch.SymInt", symbol)
 
     def restrictions(self) -> list[str]:
         """Guards that the compile added and that do not hold for all sizes from 2 to the maximum. Empty: the code serves all of them."""
         if not self.hinted:
             return []
-        fixed = [f"{symbol} = {value}" for symbol, value in self.shape_env.replacements.items() if symbol in self._high]
+        fixed = [f"{symbol} = {value}" for symbol, value in self.shape_env.replacements.items() if symbol in self._range]
         return fixed + self._unproved(None)
 
     def bound(self) -> int | None:
@@ -77,7 +78,7 @@ class FreshSymbols:
         from torch.utils._sympy.value_ranges import ValueRanges
 
         free = int_oo if unbounded is None else unbounded
-        ranges = tuple((symbol, ValueRanges(2, free if high is None else max(high, 2))) for symbol, high in self._high.items())
+        ranges = tuple((symbol, ValueRanges(low, free if high is None else max(high, low))) for symbol, (low, high) in self._range.items())
         found = []
         for guard in self.shape_env.guards:
             static = self.shape_env._maybe_evaluate_static(guard.expr, axioms=(), var_to_range=ranges)

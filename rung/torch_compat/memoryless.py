@@ -1,13 +1,14 @@
 """Inductor's wrappers on tensors without memory: sizes and custom ops as on the device, and nothing of Inductor's own runs.
 
-Checked on torch 2.11.0. For a process that builds for a device it does not have (`pretend_cuda`).
+Checked on torch 2.11.0. For a process that builds for a device it does not have (`pretend_cuda`), and for a start that asks which kernels
+it will need.
 """
 
 from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,17 @@ from rung.errors import CompileError
 
 
 def memoryless(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A loaded piece, by whichever loader, as a function of tensors without memory. The loaded wrapper is changed for good."""
+    """A loaded piece, by whichever loader, as a function of tensors without memory; the piece itself stays as it is. For equal layouts it
+    runs once, and returns the same tensors again: there is nothing in them. Raises `CompileError` for a wrapper of another make."""
     entry: Any = _entry(call)
-    names = entry.__func__.__globals__ if isinstance(entry, types.MethodType) else entry.__globals__
-    for name, value in list(names.items()):
-        if hasattr(value, "run") and type(value).__module__.startswith(("torch._inductor.", "rung.launch.")):
-            names[name] = _Nothing()
+    owner = getattr(entry, "__self__", None)
+    if getattr(owner, "partitions", None):
+        raise CompileError("a piece is cut into partitions", hint="use torch 2.11 with cudagraph partitions off")
+    plain = getattr(entry, "__func__", entry)
+    names = {
+        name: _Nothing() if hasattr(value, "run") and type(value).__module__.startswith(("torch._inductor.", "rung.launch.")) else value
+        for name, value in plain.__globals__.items()
+    }
     names |= {
         "empty_strided_cuda": _empty_strided,
         "reinterpret_tensor": _reinterpret,
@@ -30,8 +36,33 @@ def memoryless(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         "get_raw_stream": lambda index: 0,
         "device_guard": lambda ordinal: contextlib.nullcontext(),
     }
-    found: Callable[[list[Any]], Any] = entry
-    return found
+    copy = types.FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    run: Callable[[list[Any]], Any] = copy if owner is None else types.MethodType(copy, owner)
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def recall(arguments: list[Any]) -> tuple[Any, ...]:
+        layouts = tuple(_layout(argument) for argument in arguments)
+        if layouts not in known:
+            known[layouts] = tuple(run(arguments))
+        arguments.clear()
+        return known[layouts]
+
+    return recall
+
+
+def _layout(argument: Any) -> Any:
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    return argument.shape, argument.stride(), argument.storage_offset(), argument.dtype
+
+
+@contextlib.contextmanager
+def fakes_of(values: Sequence[Any]) -> Iterator[list[Any]]:
+    """Tensors of the layouts of `values` without memory (other values as they are); inside, new tensors have none either."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        yield [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def fake_mode_of(module: torch.nn.Module) -> Any:
@@ -65,8 +96,9 @@ def _entry(call: Any) -> Any:
     while waiting:
         item = waiting.pop()
         plain = getattr(item, "__func__", item)
-        if "empty_strided_cuda" in getattr(plain, "__globals__", {}):
-            return item
+        names = getattr(plain, "__globals__", {})
+        if "empty_strided_cuda" in names:
+            return names.get("_call", item)  # behind a look at addresses (`rung.launch.alignment`)
         for cell in getattr(plain, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # an empty cell
                 waiting.append(cell.cell_contents)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KERNEL_TESTS = ("tests/attention/test_triton_paged.py", "tests/attention/test_triton_rotary.py", "tests/attention/test_fp8_cache.py")
+NAMES = ("test_triton_paged", "test_triton_rotary", "test_fp8_cache", "test_fp8_output", "test_batch_invariant")
+KERNEL_TESTS = tuple(f"tests/attention/{name}.py" for name in NAMES)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

@@ -49,6 +49,16 @@ def test_table_says_which_columns_need_a_gpu(rung: Rung) -> None:
     assert "device ms, busy ms, launches, kernels need a GPU" in result.stdout
 
 
+def test_a_start_says_where_its_time_went(rung: Rung) -> None:
+    words = ("bench", "tests.cli.targets:Scale", *ROWS, "--sizes", "2", "--modes", "compiled", *QUICK)
+    phases = json.loads(rung(*words, "--json").stdout)["phases_seconds"]
+    assert list(phases) == ["import compiler", "trace", "compile", "check", "load artifacts"]
+    assert phases["trace"] > 0
+    shown = rung(*words).stdout
+    assert "start-up" in shown
+    assert "load artifacts" in shown
+
+
 def test_module_runs_in_four_modes(rung: Rung) -> None:
     found = rows(rung("bench", "tests.cli.targets:Scale", *ROWS, "--sizes", "3,4", *QUICK, "--json"))
     assert {key: list(row["ran"]) for key, row in found.items()} == {(size, mode): [mode] for size in (3, 4) for mode in MODES}

@@ -18,7 +18,7 @@ SCALE = ("verify", "tests.cli.targets:Scale", "--inputs", "tests.cli.targets:row
 
 def checks(result: Result, exit_code: int = 0) -> dict[tuple[int, str, int], dict[str, Any]]:
     assert result.exit_code == exit_code, result.stderr
-    return {(row["size"], row["mode"], row["data"]): row for row in json.loads(result.stdout)["checks"]}
+    return {(row["size"], row["mode"], row["data"]): row for row in json.loads(result.stdout)["checks"] if row["mode"] in MODES}
 
 
 def seed_fault(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -56,7 +56,7 @@ def test_rows_that_mix_are_compared_at_exact_sizes(rung: Rung) -> None:
 
 
 def test_tolerance_below_rounding_is_a_difference(rung: Rung) -> None:
-    result = rung("verify", "tiny", "--sizes", "3", "--sets", 1, "--context", 8, "--tolerance", 0, "--device", "cpu")
+    result = rung("verify", "tiny", "--sizes", "3", "--sets", 1, "--context", 8, "--tolerance", 0, "--no-pieces", "--device", "cpu")
     assert result.exit_code == 1
     assert "DIFFERS: beyond the tolerance" in result.stdout
     assert "3 checks, 3 wrong" in result.stdout
@@ -72,8 +72,17 @@ def test_language_model_agrees_and_its_wrong_piece_is_named(rung: Rung, monkeypa
     assert {(row["mode"], row["step"]) for row in found.values()} == {("compiled", ""), ("piecewise", name), ("full", name)}
 
 
+@pytest.mark.parametrize(("target", "steps"), [(SCALE[1:4], {"piece_00"}), (("tiny",), {"piece_00", "piece_01 x2", "piece_03"})])
+def test_each_unique_piece_is_compared_with_its_trace(rung: Rung, target: tuple[str, ...], steps: set[str]) -> None:
+    result = rung("verify", *target, "--sizes", "1,4", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = [row for row in json.loads(result.stdout)["checks"] if row["mode"] not in MODES]
+    assert {(row["size"], row["mode"], row["data"]) for row in rows} == {(size, step, 0) for size in (1, 4) for step in steps}
+    assert all(row["passed"] and row["tolerance"] == 1e-4 for row in rows)
+
+
 def test_table_says_what_was_allowed(rung: Rung) -> None:
-    result = rung(*SCALE, "--sizes", "2", "--sets", 1)
+    result = rung(*SCALE, "--sizes", "2", "--sets", 1, "--no-pieces")
     assert result.exit_code == 0
     assert "bit by bit" in result.stdout
     assert "1e-04" in result.stdout

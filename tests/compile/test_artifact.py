@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from rung import torch_compat
 from rung.compile import artifact as artifact_module
 from rung.compile.artifact import Artifact, PieceLoader, Sources
 from rung.compile.stock_reasons import StockReason
@@ -116,6 +118,20 @@ def test_a_damaged_image_is_an_error_and_no_reason(blobs: Blobs, monkeypatch: py
     del blobs[next(artifact.program.blobs())]
     with pytest.raises(KeyError):  # what `read` raises; a store raises ArtifactError, and the piece is built again
         bind(artifact, blobs, "cuda:0", driver=driver_for(IMAGE))
+
+
+def test_without_memory_nothing_is_launched(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"get_raw_stream": lambda n: 7, "empty_strided_cuda": None}
+    monkeypatch.setattr("rung.launch.piece_runtime.wrapper_names", lambda ordinal: {"ordinal": ordinal, **names})
+    driver = driver_for(IMAGE)
+    artifact = on_gpu(blobs)
+    assert artifact.program is not None
+    for program in (artifact.program, replace(artifact.program, checked=(0,))):  # without and with a look at addresses
+        call, _ = bind(replace(artifact, program=program), blobs, "cuda:0", driver=driver)
+        x = torch.ones(3)
+        (out,) = torch_compat.memoryless(call)([x, 5])
+        assert out is x
+        assert driver.launches == []
 
 
 def test_sources_are_read_when_asked_for(blobs: Blobs) -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+import pytest
 import torch
 
-from rung.compile.selfcheck import _copy
+import rung
+from rung import torch_compat
+from rung.compile import driver, selfcheck
+from rung.compile.report import CompileReport
+from rung.compile.selfcheck import _agree, _copy
+from rung.counters import Counters
+from rung.passes.ir import linear
+from rung.passes.kernels import support
 
 
 def test_copies_keep_the_layout_that_a_piece_was_compiled_for() -> None:
@@ -14,3 +24,35 @@ def test_copies_keep_the_layout_that_a_piece_was_compiled_for() -> None:
     assert copy.stride() == view.stride() != view.clone().stride()
     assert torch.equal(copy, view)
     assert copy.data_ptr() != view.data_ptr()
+
+
+def test_what_is_rounded_to_e4m3_may_differ_by_its_steps() -> None:
+    want = torch.randn(64)
+    assert not _agree(want, want * 1.05, 0.0)
+    assert _agree(want, want * 1.05, 0.1)
+    assert not _agree(want, want * 1.2, 0.1)
+
+
+class Product(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(128, 64, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None or torch_compat.triton_interpreted(), reason="needs Triton")
+def test_the_kernels_of_a_comparison_are_found_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_why_not_device", lambda device: None)
+    noted: list[set[str]] = []
+
+    def check(cases: list[selfcheck.Case], report: CompileReport, counters: Counters) -> None:
+        rehearsal = selfcheck.find_kernels(cases, 90)
+        noted.extend({launcher.name} for launcher, _, _ in rehearsal.wanted.values())
+
+    monkeypatch.setattr(driver, "check_pieces", check)
+    module = Product()
+    rung.wrap(module, dynamic={"x": {0: "rows"}})
+    module.rung._entry.prepare_call(torch.randn(4, 64, dtype=torch.bfloat16))  # type: ignore[operator, union-attr]
+    assert noted == [{"vector_kernel"}, {"product_kernel"}]  # one row, and three

@@ -371,7 +371,7 @@ def test_changing_counts_compile_nothing() -> None:
 def test_selection_names_its_reason() -> None:
     spec = make_spec(8, 2, 128)
     backend, reason = select_backend(spec, torch.bfloat16, torch.device("cuda"), 16)
-    wanted = "triton_paged" if FlashAttention3.why_not(spec, torch.bfloat16, torch.device("cuda"), 16) else "flash_attn"
+    wanted = "triton_paged" if FlashAttention3.why_not(spec, torch.bfloat16, torch.device("cuda"), 16) else "flash_triton"
     assert backend.name == wanted
     assert reason.startswith(f"{wanted}: first that can serve the layer on cuda")
 

@@ -40,6 +40,9 @@ def error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def exact(op: IROp, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """In float64; e4m3 operations are what their bodies say in float32."""
+    if op.name.startswith("fp8"):
+        return flat(op.body(*args))
     return flat(op.body(*(arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args)))
 
 

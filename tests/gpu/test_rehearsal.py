@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,10 @@ def test_steps_load_nothing_after_the_start(graphs: str, tmp_path: Path) -> None
         assert loaded() == before
 
 
-def test_a_store_built_without_the_device_serves_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", [False, True], ids=["without the device", "with it"])
+def test_a_store_that_was_precompiled_serves(native: bool, tmp_path: Path) -> None:
     env = {**os.environ, "RUNG_CACHE_DIR": str(tmp_path), "RUNG_CACHE_BASE": ""}
-    target = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
+    target = "native" if native else "h200" if "H200" in torch.cuda.get_device_name() else "h100"
     built = _run(env, "precompile", "smollm2-135m", "--target", target, "--requests", "8", "--jobs", "8")
     assert built["results"][0]["kernels"] > 40
     _run(env, "bench", "smollm2-135m", "--require-hit", "--sizes", "1,2,8", "--modes", "compiled,piecewise,full", "--repeats", "2")
@@ -66,3 +68,37 @@ def _run(env: dict[str, str], *words: str) -> Any:
     done = subprocess.run([sys.executable, "-m", "rung.cli", *words, "--json"], env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_cold_start_builds_its_kernels_at_once(tmp_path: Path) -> None:
+    code = "from tests.gpu.test_rehearsal import start; start()"
+    env = {**os.environ, "RUNG_CACHE_DIR": str(tmp_path / "store"), "RUNG_CACHE_BASE": "", "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    found = []
+    for _ in ("cold", "warm"):
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    cold, warm = found
+    assert cold["reason"] == ""
+    assert cold["compiled"] + cold["found"] > 40
+    assert cold["in_workers"] == cold["compiled"]
+    assert cold["one_by_one"] == 0
+    assert warm == {"one_by_one": 0}
+
+
+def start() -> None:
+    """Start an engine; print where its images came from, and how many were compiled at their first launch."""
+    from rung.launch.triton_images import TritonImages
+
+    late: list[str] = []
+    compile_one = TritonImages._compile
+
+    def counted(self: TritonImages, *arguments: Any) -> Any:
+        late.append(self.title)
+        return compile_one(self, *arguments)
+
+    TritonImages._compile = counted  # type: ignore[method-assign]
+    config = RunnerConfig(max_num_requests=8, max_num_tokens=300, max_model_len=512, num_blocks=300, graphs="full_and_piecewise")
+    engine, _, began = build_engine(random_model("smollm2-135m", dtype=torch.bfloat16, device="cuda"), config)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
+    print(json.dumps({"one_by_one": len(late)} | ({} if began.kernels is None else asdict(began.kernels))))

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MAX_REQUESTS = 512
 # bf16 through 30 layers; kernels differ between sizes (cuBLAS picks by size), so rows agree within rounding only
 RELATIVE_ERROR = 2e-2
-BF16_NEAR_TIE = 0.2  # logits about 20 are 0.125 apart in bf16
+BF16_NEAR_TIE = 0.25  # two logits about 20, each off by a rounding step of 0.125
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +191,7 @@ def test_smollm2_answers_alike_in_every_mode() -> None:
         found = divergences([answer.token_ids for answer in mode], reference)
         print("divergences", found)
         assert len(found) < len(reference)
-        assert [item for item in found if item.gap >= BF16_NEAR_TIE] == []
+        assert [item for item in found if item.gap > BF16_NEAR_TIE] == []
 
 
 def first_logits(dtype: torch.dtype, *, eager: bool) -> torch.Tensor:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from rung import torch_compat
 from rung.cache import Store
-from rung.errors import CacheMissError
-from rung.launch import Rehearsal, TritonLauncher, rehearse_launches
+from rung.errors import CacheMissError, KernelExportError
+from rung.launch import Built, Rehearsal, TritonLauncher, rehearse_launches
 from rung.launch.triton_images import TritonImages
-from rung.torch_compat import TritonParameter
+from rung.torch_compat import TritonParameter, triton_interpreted
 
 PARAMETERS = (
     TritonParameter("x", False, True, True),
@@ -73,3 +78,105 @@ def test_the_road_stays_open(launcher: TritonLauncher) -> None:
     rehearse(launcher, (1, torch.empty(64, device="meta"), 3, 32))
     assert launcher.run == before
     assert launcher.loaded == []
+
+
+# --- building ------------------------------------------------------------------------------------------------------------------------
+
+
+def job(function: Any, *arguments: Any) -> Future[Any]:
+    """A pool that does the job at once."""
+    done: Future[Any] = Future()
+    try:
+        done.set_result(function(*arguments))
+    except Exception as error:
+        done.set_exception(error)
+    return done
+
+
+def refuse(function: Any, *arguments: Any) -> Future[Any]:
+    done: Future[Any] = Future()
+    done.set_exception(BrokenProcessPool("a worker was killed"))
+    return done
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> TritonLauncher:
+    """A launcher whose images are compiled."""
+    pytest.importorskip("triton")
+    if triton_interpreted():
+        pytest.skip("the interpreter compiles nothing")
+    return TritonLauncher("tests.launch.toy_kernels", "scale_kernel", store=Store(tmp_path))
+
+
+def wanted_twice(launcher: TritonLauncher) -> Rehearsal:
+    x = torch.empty(64, device="meta", dtype=torch.bfloat16)
+    with rehearse_launches(90) as rehearsal:
+        for block in (64, 128):
+            launcher.run((1, 1, 1), x, x.float(), 64, 1, 2.0, BLOCK=block)
+    return rehearsal
+
+
+@pytest.mark.parametrize(
+    ("submit", "in_workers", "failures"), [(None, 0, 0), (job, 2, 0), (refuse, 0, 2)], ids=["threads", "workers", "broken workers"]
+)
+def test_what_is_missing_is_built_once(real: TritonLauncher, submit: Any, in_workers: int, failures: int, tmp_path: Path) -> None:
+    rehearsal = wanted_twice(real)
+    assert rehearsal.build(2, submit) == Built(2, 0, in_workers, failures)
+    assert rehearsal.build(2, submit) == Built(0, 2)
+    again = TritonLauncher(real.module, real.name, store=Store(tmp_path))  # another process
+    assert wanted_twice(again).build(2, refuse) == Built(0, 2)
+
+
+def test_an_image_that_was_built_ahead_is_taken_without_a_store(real: TritonLauncher) -> None:
+    real.__dict__["images"] = images = TritonImages(real.module, real.name, Store(None))
+    rehearsal = wanted_twice(real)
+    rehearsal.build(2, job)
+    for _, specialisation, options in rehearsal.wanted.values():
+        images.image(specialisation, options, 90)
+    assert (images.compiles, images.store_hits) == (2, 0)
+    assert images._ahead == {}
+
+
+def test_an_error_of_a_kernel_keeps_its_type(real: TritonLauncher) -> None:
+    x = torch.empty(64, device="meta", dtype=torch.bfloat16)
+    with rehearse_launches(90) as rehearsal:
+        real.run((1, 1, 1), x, x.float(), 64, 1, 2.0, BLOCK=63)
+    for submit in (None, job):
+        with pytest.raises(KernelExportError, match="cannot compile scale_kernel"):
+            rehearsal.build(2, submit)
+
+
+@pytest.mark.slow
+def test_the_workers_of_the_compiler_build_images(real: TritonLauncher) -> None:
+    torch_compat.import_inductor()
+    with patch("torch._inductor.config.compile_threads", 2):
+        submit = torch_compat.compile_workers()
+        assert submit is not None
+        assert wanted_twice(real).build(1, submit) == Built(2, 0, in_workers=2)
+
+
+# --- launchers on their road ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driving(launcher: TritonLauncher, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `launcher` launches for real."""
+    launched: list[str] = []
+    monkeypatch.setattr(launcher, "_road", "triton: a test")
+    monkeypatch.setattr(launcher, "_through_triton", lambda: lambda grid, *values, **named: launched.append("real"))
+    return launched
+
+
+def test_a_launcher_on_its_road_is_noted_too(launcher: TritonLauncher, driving: list[str]) -> None:
+    x = torch.empty(64, device="meta")
+    launcher.run((1, 1, 1), x, 3, 32, BLOCK=64)
+    taken = launcher.run
+    with rehearse_launches(90) as rehearsal:
+        launcher.run((1, 1, 1), x, 3, 32, BLOCK=64)
+        other = threading.Thread(target=lambda: launcher.run((1, 1, 1), x, 3, 32, BLOCK=64))  # serves while this one starts
+        other.start()
+        other.join()
+        launcher.run((1, 1, 1), x, 3, 32, BLOCK=64)
+    assert (rehearsal.launches, driving) == (2, ["real", "real"])
+    launcher.run((1, 1, 1), x, 3, 32, BLOCK=64)
+    assert (launcher.run, len(driving)) == (taken, 3)

@@ -145,3 +145,22 @@ def test_smollm2_stays_itself(smollm2_path: Path) -> None:
     (completion,) = engine.generate([ids], SamplingParams(max_tokens=12))
     engine.executor.shutdown()
     assert "Paris" in (completion.text or "")
+
+
+@pytest.mark.slow
+def test_attention_of_a_compiled_model_writes_e4m3() -> None:
+    model = random_model("tiny")
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    quantize_fp8(model, "per_tensor", input_scales=dict.fromkeys(names, 0.05))
+    texts = []
+    for graphs in ("none", "full_and_piecewise"):
+        config = RunnerConfig(max_num_requests=2, max_num_tokens=32, max_model_len=64, num_blocks=12, graphs=graphs)  # type: ignore[arg-type]
+        engine, runner, start = build_engine(model, config)
+        found = engine.generate([[5, 6, 7, 8], [9, 10]], SamplingParams(max_tokens=6, ignore_eos=True))
+        texts.append([completion.token_ids for completion in found])
+        engine.executor.shutdown()
+        assert start.compile is not None
+        assert start.compile.whole_passes["attention_quant"] == {"attention_quant": len(runner.layers)}
+    eager, _, _ = build_engine(model, RunnerConfig(max_num_requests=2, max_num_tokens=32, max_model_len=64, num_blocks=12, eager=True))
+    found = eager.generate([[5, 6, 7, 8], [9, 10]], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert texts == [[completion.token_ids for completion in found]] * 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from rung.passes.cleanup import DeadCode, InPlace, NoopElimination
+from rung.passes.cleanup import DeadCode, Duplicates, InPlace, NoopElimination
 from rung.passes.manager import GraphPass
 from tests.passes.graphs import targets
 from tests.passes.random_graphs import outcome, random_function, traced_as_is
@@ -157,3 +157,32 @@ def test_in_place_variants_are_found_by_schema(function: Callable[..., Any], cou
 def test_identities_cover_parameters() -> None:
     assert InPlace().uuid() == InPlace().uuid()
     assert len({item().uuid() for item in (*PASSES, InPlace)}) == 4
+
+
+# --- duplicates ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_calls_of_an_ir_op_are_one() -> None:
+    def twice(x: torch.Tensor, y: torch.Tensor) -> Any:
+        (a, s), (b, t) = torch.ops.rung.fp8_quant_per_token(x), torch.ops.rung.fp8_quant_per_token(x)
+        return a.float() * s + b.float() * t, torch.ops.rung.silu_and_mul(y), torch.ops.rung.silu_and_mul(x)
+
+    module, counts = cleaned(twice, Duplicates())
+    assert counts == {"duplicates": 1}
+    assert targets(module).count("rung.fp8_quant_per_token.default") == 1
+
+
+def test_calls_that_differ_in_an_attribute_stay_two() -> None:
+    def norms(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return torch.ops.rung.rms_norm(x, y[0], 1e-5) + torch.ops.rung.rms_norm(x, y[0], 1e-6)
+
+    assert cleaned(norms, Duplicates())[1] == {"duplicates": 0}
+
+
+def test_calls_around_a_write_stay_two() -> None:
+    def writes(x: torch.Tensor, y: torch.Tensor) -> Any:
+        before = torch.ops.rung.silu_and_mul(x)
+        x.add_(1)
+        return before + torch.ops.rung.silu_and_mul(x)
+
+    assert cleaned(writes, Duplicates())[1] == {"duplicates": 0}

@@ -55,6 +55,13 @@ def test_a_lost_match_lists_near_misses() -> None:
         check_expectations({"add_norm": 5}, [(report, 4)])
 
 
+def test_a_fused_op_that_is_lowered_counts_once() -> None:
+    report = {"act_mul": {"silu_mul": 1, "gelu_mul": 0}, "lowering": {"silu_mul": 1, "rms_norm": 2}}
+    check_expectations({"silu_mul": 1, "act_mul": 1, "rms_norm": 2}, [(report, 1)])
+    with pytest.raises(CompileError, match="silu_mul was expected to match 2 times and matched 1 times"):
+        check_expectations({"silu_mul": 2}, [(report, 1)])
+
+
 def test_an_expectation_of_an_unknown_pass_is_named() -> None:
     with pytest.raises(CompileError, match="No pass and no pattern has this name; there are add_norm"):
         check_expectations({"addnorm": 1}, [({"add_norm": {"add_norm": 1}}, 1)])

@@ -14,11 +14,13 @@ from rung import torch_compat
 from rung.models.fp8 import Scheme, quantize_fp8
 from rung.models.llama import LlamaMLP, RMSNorm
 from rung.models.random import SHAPES
+from rung.passes.cleanup import Duplicates
 from rung.passes.fused_ops import FUSED_OPS
-from rung.passes.fusion import Projections, act_mul, act_quant, norm_quant
-from rung.passes.ir import IR_OPS, IROp, fp8_linear, fp8_quant_per_token
+from rung.passes.fusion import FlatRows, Projections, act_mul, act_quant, add_norm, norm_quant, qk_norm_rope, rms_norm
+from rung.passes.ir import IR_OPS, IROp, fp8_linear, fp8_quant_per_token, fp8_quant_static
 from rung.passes.lowering import lower
-from tests.passes.graphs import misses, run, same, traced
+from tests.passes.graphs import misses, run, same, traced, traced_module
+from tests.passes.test_fusions import SIZES, layers
 
 
 class Block(nn.Module):
@@ -80,6 +82,33 @@ def test_a_layer_has_norm_quant_twice_and_act_quant_once(scheme: Scheme, size: i
     equal(module, block, weights, size)
 
 
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Phi3"])
+def test_a_layer_of_transformers_has_norm_quant_twice_and_act_quant_once(architecture: str) -> None:
+    module = layers(architecture, torch.bfloat16, **({"pad_token_id": 0} if architecture == "Phi3" else {}))
+    quantize_fp8(module)
+    inputs = [torch.randn(1, 6, size).bfloat16() for size in (SIZES["hidden_size"], SIZES["head_dim"], SIZES["head_dim"])]
+    with torch.no_grad():
+        graph = traced_module(module, *inputs)
+        found = run(graph, rms_norm(), act_mul(), qk_norm_rope(), FlatRows(), Duplicates(), norm_quant(), act_quant(), add_norm())
+        activation = "silu_and_mul_quant" if architecture == "Phi3" else "silu_mul_quant"
+        assert (found["norm_quant"], found[activation], found["add_norm"]) == (2, 1, 1)  # the last norm is not quantised
+        assert found["duplicates"] == {"Llama": 3, "Qwen3": 3, "Phi3": 0}[architecture]  # of queries, keys, values; of gate and up
+        assert found["qk_norm_rope"] == (architecture == "Qwen3")
+        torch.testing.assert_close(graph(*inputs, *module.parameters()), module(*inputs), atol=2e-2, rtol=2e-2)
+
+
+def test_what_a_norm_or_activation_quantises_for_products_is_left_to_them() -> None:
+    """Joined with each product it would be quantised once for each of them."""
+    module = layers("Llama", torch.bfloat16)
+    quantize_fp8(module)
+    inputs = [torch.randn(1, 6, size).bfloat16() for size in (SIZES["hidden_size"], SIZES["head_dim"], SIZES["head_dim"])]
+    with torch.no_grad():
+        graph = traced_module(module, *inputs)
+        joined = Projections(lambda op, args: None)
+        found = run(graph, rms_norm(), act_mul(), FlatRows(), joined, Duplicates(), norm_quant(), act_quant())
+        assert (found["norm_quant"], found["silu_mul_quant"], found.get("fp8_quant_linear", 0)) == (2, 1, 0)
+
+
 @pytest.mark.parametrize(("scheme", "size", "scales", "suffix"), CASES, ids=[case[0] for case in CASES])
 def test_all_between_two_attentions_is_one_op(scheme: Scheme, size: int, scales: dict[str, float] | None, suffix: str) -> None:
     block = Block(size, scheme, scales)
@@ -89,6 +118,40 @@ def test_all_between_two_attentions_is_one_op(scheme: Scheme, size: int, scales:
     equal(module, block, weights, size)
     assert lower(module.graph) == {"fp8_block": 1}  # no provider on this device: back to the body
     equal(module, block, weights, size)
+
+
+def test_rows_that_attention_writes_as_e4m3_are_joined_too() -> None:
+    block = Block(64, "per_tensor", dict.fromkeys(("o_proj", "mlp.gate_up_proj", "mlp.down_proj", "qkv_proj"), 0.02))
+    names = [name for name, _ in block.named_parameters()]
+    weights = list(block.parameters())
+    o = block.o_proj
+
+    def call(x: torch.Tensor, residual: torch.Tensor, *given: torch.Tensor) -> Any:
+        named = dict(zip(names, given, strict=True))
+        attended = fp8_linear(x, named["o_proj.input_scale"], named["o_proj.weight"], named["o_proj.weight_scale"], None, residual.dtype)
+        residual = attended + residual
+        return torch.func.functional_call(Behind(block), {f"block.{name}": value for name, value in named.items()}, (residual,))
+
+    mode = FakeTensorMode()
+    x, residual = fp8_quant_static(torch.randn(3, 64), o.input_scale), torch.randn(3, 64)
+    module = torch_compat.trace_body(call, [mode.from_tensor(t) for t in (x, residual, *weights)])
+    report = Projections(lambda op, args: None).run(module.graph)
+    assert {name: count for name, count in report.items() if count} == {"fp8_block": 1}
+    module.recompile()
+    for found, wanted in zip(module(x, residual, *weights), call(x, residual, *weights), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+class Behind(nn.Module):
+    """What stands behind the first sum of a block."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = self.block.mlp(self.block.norm(residual)) + residual
+        return self.block.qkv_proj(self.block.next_norm(residual)), residual
 
 
 def join(why_not: Callable[[IROp, tuple[Any, ...]], str | None], block: nn.Module) -> dict[str, int]:
@@ -153,3 +216,62 @@ def test_an_activation_of_two_tensors_is_found_as_transformers_writes_it() -> No
     module = traced(gated, **tensors)
     assert run(module, act_mul(), act_quant())["silu_mul_quant"] == 1
     same(module, gated, tensors)
+
+
+# --- T78 and T80 ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [4, 8, 16])
+def test_the_size_of_groups_is_kept(group: int) -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return torch.ops.rung.fp8_quant_group(torch.ops.rung.rms_norm(x, w, 1e-3), group)
+
+    tensors = {"x": torch.randn(3, 16), "w": torch.rand(16)}
+    module = traced(layer, **tensors)
+    assert run(module, norm_quant())["norm_quant_group"] == 1
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.rung.rms_norm_quant_group.default)
+    assert node.args[2:] == (1e-3, group)
+    same(module, layer, tensors)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([0.5]), torch.tensor([0.25])])
+def test_the_scale_of_static_quantisation_is_kept(scale: torch.Tensor) -> None:
+    def layer(x: torch.Tensor, scale: torch.Tensor) -> Any:
+        return fp8_quant_static(torch.ops.rung.silu_and_mul(x), scale)
+
+    tensors = {"x": torch.randn(3, 16), "scale": scale}
+    module = traced(layer, **tensors)
+    assert run(module, act_quant())["silu_and_mul_quant_static"] == 1
+    same(module, layer, tensors)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("w_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_norm_and_quantisation_in_any_dtypes_are_right_or_left_alone(x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return fp8_quant_per_token(torch.ops.rung.rms_norm(x, w, 1e-5))
+
+    tensors = {"x": torch.randn(3, 16).to(x_dtype), "w": torch.rand(16).to(w_dtype)}
+    module = traced(layer, **tensors)
+    assert run(module, norm_quant())["norm_quant"] == int(x_dtype == w_dtype)
+    for found, wanted in zip(module(*tensors.values()), layer(*tensors.values()), strict=True):
+        assert torch.equal(found.float(), wanted.float())
+
+
+def test_a_quantisation_across_a_write_is_left_alone() -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor, other: torch.Tensor) -> Any:
+        normed = torch.ops.rung.rms_norm(x, w, 1e-5)
+        other.add_(1)
+        return fp8_quant_per_token(normed)
+
+    module = traced(layer, x=torch.randn(3, 16), w=torch.rand(16), other=torch.randn(3))
+    assert any("writes in place" in miss.reason for miss in misses(module, norm_quant()))
+
+
+def test_products_keep_their_attributes() -> None:
+    """A bias, an epsilon, an activation, the scales of squares: each reaches the joined op."""
+    block = Block(128, "group128")
+    module, _ = piece(block, 128)
+    Projections(lambda op, args: None).run(module.graph)
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.rung.fp8_block.default)
+    assert [arg for arg in node.args if not isinstance(arg, fx.Node)] == [None, None, 1e-5, None, "silu", None, 1e-5, None, "", 128]

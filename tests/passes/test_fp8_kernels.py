@@ -97,6 +97,19 @@ def test_product_by_an_e4m3_weight(tiles: Tiles, rows: int, squares: bool, activ
     torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("tiles", "rows"), [(TILES, 3), (SWAPPED, 17)], ids=["plain", "swapped"])
+@pytest.mark.parametrize("squares", [False, True], ids=["outputs", "squares"])
+@pytest.mark.parametrize("activation", ["", "silu"])
+def test_product_of_e4m3_rows(tiles: Tiles, rows: int, squares: bool, activation: str) -> None:
+    (weight, scale), (x, x_scale) = weight_of(256, 256, squares), wanted_of(torch.randn(rows, 256) * 0.1, "group" if squares else "token")
+    around = Surroundings(x_scale=x_scale.t().contiguous().t(), weight_scale=scale, activation=activation)
+    found = product(x, weight, around, tiles)
+    assert found.dtype == torch.bfloat16
+    wide = x.double().unflatten(1, (x_scale.shape[1], -1)) * x_scale.unsqueeze(2)
+    wanted = BODIES[activation](wide.flatten(1) @ dequantised(weight, scale).double().T)
+    assert (found.double() - wanted).norm() <= 1.5e-2 * wanted.norm()  # the interpreter cuts to bf16
+
+
 def test_parts_of_a_split_product_are_scaled() -> None:
     x, (weight, scale) = torch.randn(3, 64), weight_of(32, 64, squares=False)
     parts = product(x, weight, Surroundings(weight_scale=scale), SPLIT)
@@ -108,6 +121,23 @@ def test_block_of_few_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(fp8, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT if splittable else TILES)
     assert FP8_BLOCK.sample is not None
     args = FP8_BLOCK.sample(rows, torch.float32, torch.device("cpu"))
+    for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
+        assert found.shape == wanted.shape
+        assert (found - wanted).norm() <= 6e-2 * wanted.norm()
+
+
+def given_as_e4m3(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a block whose x is e4m3 already, as attention writes it."""
+    scale = args[0].abs().max().reshape(1) / 400
+    return quant_static_body(args[0], scale), *args[1:3], scale, *args[4:]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_block_of_few_rows_that_come_as_e4m3(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(fp8, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT if splittable else TILES)
+    assert FP8_BLOCK.sample is not None
+    args = given_as_e4m3(FP8_BLOCK.sample(max(rows, 1), torch.float32, torch.device("cpu")))
+    args = (args[0][:rows], *args[1:5], args[5][:rows], *args[6:])
     for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
         assert found.shape == wanted.shape
         assert (found - wanted).norm() <= 6e-2 * wanted.norm()
@@ -133,6 +163,15 @@ def test_block_of_many_rows_quantises_behind_norms_and_the_activation(monkeypatc
     for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
         assert (found - wanted).norm() <= 1e-2 * wanted.norm()  # ties apart, the same roundings
     assert calls == [(5, 320), (5, 192), (5, 320), (5, 192)]
+
+
+def test_block_of_many_rows_that_come_as_e4m3_are_given_their_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "scaled_mm", multiplied)
+    monkeypatch.setattr(fp8, "tiles_for", lambda *args, **named: None)
+    assert FP8_BLOCK.sample is not None
+    args = given_as_e4m3(FP8_BLOCK.sample(5, torch.float32, torch.device("cpu")))
+    for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
+        assert (found - wanted).norm() <= 1e-2 * wanted.norm()
 
 
 @pytest.mark.parametrize("k", [512, 256])

@@ -39,9 +39,9 @@ class Layers(nn.Module):
         return self.norm(found[0] if isinstance(found, tuple) else found)
 
 
-def layers(architecture: str, dtype: torch.dtype) -> Layers:
+def layers(architecture: str, dtype: torch.dtype, **changed: Any) -> Layers:
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{architecture}Config")(**SIZES)
+    config = getattr(transformers, f"{architecture}Config")(**SIZES, **changed)
     module = Layers(getattr(transformers, {"Gemma3Text": "Gemma3TextModel"}.get(architecture, f"{architecture}Model"))(config))
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.2)

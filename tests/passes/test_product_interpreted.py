@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FP8 = ["tests/passes/test_fp8_kernels.py"]
+MORE = ["tests/passes/test_fp8_kernels.py", "tests/passes/test_invariant.py::test_a_row_has_the_same_bits_in_every_batch"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_kernels_in_the_interpreter() -> None:
     """Triton decides at import whether it interprets, so the kernel tests run in a process of their own."""
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/passes/test_product_kernels.py", *FP8],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/passes/test_product_kernels.py", *MORE],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -10,10 +10,12 @@ from torch._subclasses import FakeTensorMode
 from rung import torch_compat
 from rung.models.llama import LlamaMLP, RMSNorm
 from rung.models.random import SHAPES
-from rung.passes.fusion import Projections
+from rung.passes.fusion import FlatRows, Projections, act_mul, rms_norm
 from rung.passes.fusion.projections import takes
 from rung.passes.ir import IROp
 from rung.passes.lowering import lower
+from tests.passes.graphs import run, traced_module
+from tests.passes.test_fusions import SIZES, layers
 
 TINY = SHAPES["tiny"]
 
@@ -65,14 +67,14 @@ def joined(
     ("case", "counts"),
     [
         ("", {"linear_norm_linear": 2, "norm_linear": 0, "linear": 0}),
-        ("product is scaled", {"linear_norm_linear": 1, "norm_linear": 1, "linear": 0}),
-        ("norm is used", {"linear_norm_linear": 1, "norm_linear": 0, "linear": 1, "near miss: a norm before a product has other users": 1}),
+        ("product is scaled", {"linear_norm_linear": 1, "norm_linear": 1, "linear": 1}),
+        ("norm is used", {"linear_norm_linear": 1, "norm_linear": 0, "linear": 2, "near miss: a norm before a product has other users": 1}),
         (
             "sum is used early",
             {
                 "linear_norm_linear": 1,
                 "norm_linear": 1,
-                "linear": 0,
+                "linear": 1,
                 "near miss: the sum before a norm is used before the product behind the norm": 1,
             },
         ),
@@ -99,3 +101,38 @@ def test_without_a_provider_the_graph_stays_and_the_report_says_why() -> None:
     assert report["linear_norm_linear"] == report["norm_linear"] == report["linear"] == 0
     assert report["near miss: linear_norm_linear: triton: 'cpu' is no CUDA device"] == 2
     assert lower(piece.graph) == {"rms_norm": 2, "silu_and_mul": 1}
+
+
+def test_rows_of_a_transformers_layer_meet_their_products() -> None:
+    """Its products are apart (queries, keys, values, gate, up), so each norm has several readers, and each product is an op of its own."""
+    module = layers("Llama", torch.float32)
+    inputs = [torch.randn(1, 6, size) for size in (SIZES["hidden_size"], SIZES["head_dim"], SIZES["head_dim"])]
+    with torch.no_grad():
+        graph = traced_module(module, *inputs)
+        run(graph, rms_norm(), act_mul())
+        assert Projections(lambda op, args: None).run(graph.graph)["linear"] == 7
+        flat = traced_module(module, *inputs)
+        found = run(flat, rms_norm(), act_mul(), FlatRows())
+        assert found["flat_rows"] == 6  # three norms, two sums, an activation
+        report = run(flat, Projections(lambda op, args: None))
+        assert {name: count for name, count in report.items() if count} == {
+            "linear": 7,
+            "near miss: a norm before a product has other users": 5,
+        }
+        flat.recompile()
+        torch.testing.assert_close(flat(*inputs, *module.parameters()), module(*inputs))
+
+
+def test_joined_projections_of_a_transformers_layer_are_found_between_its_views() -> None:
+    """A layer with one projection for gate and up, as Phi-3 has it, and one for queries, keys and values."""
+    module = layers("Phi3", torch.float32, pad_token_id=0)
+    inputs = [torch.randn(1, 6, size) for size in (SIZES["hidden_size"], SIZES["head_dim"], SIZES["head_dim"])]
+    with torch.no_grad():
+        graph = traced_module(module, *inputs)
+        report = run(graph, rms_norm(), act_mul(), FlatRows(), Projections(lambda op, args: None))
+        assert {name: report[name] for name in ("linear_norm_linear", "norm_linear", "linear")} == {
+            "linear_norm_linear": 1,  # o_proj, the sum, the norm, gate and up
+            "norm_linear": 1,  # the norm, queries, keys and values
+            "linear": 1,  # down_proj
+        }
+        torch.testing.assert_close(graph(*inputs, *module.parameters()), module(*inputs))

@@ -2,24 +2,28 @@ from __future__ import annotations
 
 import pytest
 
-from rung.passes.kernels.tiles import most_rows, row_cases, tiles_for
+from rung.passes.kernels.tiles import BF16, Dtypes, most_rows, row_cases, tiles_for
 
 SHAPES = [(6144, 4096, ""), (4096, 4096, ""), (14336, 4096, "silu"), (4096, 14336, ""), (128256, 4096, "")]
+DTYPES = [BF16, Dtypes(weights=True), Dtypes(True, True), Dtypes(True, True, True)]
 SHAPES += [(960, 576, ""), (576, 576, ""), (1536, 576, "silu"), (576, 1536, ""), (49152, 576, ""), (53248, 16384, "silu"), (7, 33, "gelu")]
 
 
 @pytest.mark.parametrize(("n", "k", "activation"), SHAPES)
 @pytest.mark.parametrize("splittable", [False, True])
-def test_every_number_of_rows_has_an_answer(n: int, k: int, activation: str, splittable: bool) -> None:
-    most = most_rows(n, k, activation=activation, splittable=splittable)
+@pytest.mark.parametrize("fp8", DTYPES, ids=str)
+def test_every_number_of_rows_has_an_answer(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> None:
+    most = most_rows(n, k, activation=activation, splittable=splittable, fp8=fp8)
     for rows in range(1, 600):
-        tiles = tiles_for(rows, n, k, activation=activation, splittable=splittable)
+        tiles = tiles_for(rows, n, k, activation=activation, splittable=splittable, fp8=fp8)
         assert (tiles is not None) == (rows <= most)
         if tiles is None:
             continue
+        assert tiles.block_m == 1 or not fp8.squares or tiles.block_k <= 128
         assert (tiles.block_m == 1) == (rows == 1)  # the kernel for one row is the one that norms
         assert tiles.splits == 1 or (splittable and rows > 1 and not activation)
-        staged = (tiles.block_m + tiles.block_n * (2 if activation else 1)) * tiles.block_k * 2 * tiles.num_stages
+        nbytes = 1 if fp8.rows and tiles.block_m > 1 else 2
+        staged = (tiles.block_m + tiles.block_n * (2 if activation else 1)) * tiles.block_k * nbytes * tiles.num_stages
         assert rows == 1 or staged <= 227 * 1024  # shared memory of a block on 9.0
 
 
@@ -31,10 +35,12 @@ def test_without_programmatic_launches_nothing_is_fetched_ahead() -> None:
 
 @pytest.mark.parametrize("maximum", [1, 20, 2048])
 @pytest.mark.parametrize("splittable", [False, True])
-def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool) -> None:
+@pytest.mark.parametrize("fp8", DTYPES, ids=str)
+def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool, fp8: Dtypes) -> None:
     cases = row_cases(maximum)
     assert max(cases) == maximum
     assert len(cases) <= 6
     for n, k, activation in SHAPES:
-        taken = {tiles_for(rows, n, k, activation=activation, splittable=splittable) for rows in cases}
-        assert {tiles_for(rows, n, k, activation=activation, splittable=splittable) for rows in range(1, maximum + 1)} == taken
+        named = {"activation": activation, "splittable": splittable, "fp8": fp8}
+        taken = {tiles_for(rows, n, k, **named) for rows in cases}
+        assert {tiles_for(rows, n, k, **named) for rows in range(1, maximum + 1)} == taken

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 
 from rung.runner import AsyncOutput
 from rung.runner.executor import InProcessExecutor
+from rung.runner.output import RecordedTokens
 
 
 def test_rows_are_trimmed_to_what_was_sampled() -> None:
@@ -14,6 +17,16 @@ def test_rows_are_trimmed_to_what_was_sampled() -> None:
 def test_steps_of_one_replay_are_joined_by_request() -> None:
     output = AsyncOutput(("a", "b"), torch.tensor([[5, -1], [6, 8]]), None, None)
     assert output.get_output().sampled_token_ids == ((5, 6), (8,))
+
+
+@pytest.mark.parametrize(("first", "expected"), [(0, [[0, 1], [10, 11], [20, 21]]), (3, [[30, 31], [0, 1], [10, 11]])])
+def test_recorded_tokens_are_read_when_they_are_asked_for(first: int, expected: list[list[int]]) -> None:
+    history = np.full((4, 3), -1)
+    recorded = RecordedTokens(history, first, num_steps=3, num_requests=2)
+    output = AsyncOutput(("a", "b"), recorded, None, None)
+    history[:] = np.arange(4)[:, None] * 10 + np.arange(3)
+    assert recorded.tolist() == expected
+    assert output.get_output().sampled_token_ids == tuple(zip(*expected, strict=True))
 
 
 class Worker:

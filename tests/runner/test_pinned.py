@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from rung.runner import pinned
 from rung.runner.pinned import PinnedPool
 
 
@@ -71,3 +73,11 @@ def test_buffer_that_its_reader_never_got_is_dropped() -> None:
         pass
     lend(pool, 1)
     assert len(sizes) == 2
+
+
+def test_a_rehearsal_without_memory_shares_none_with_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "pinned_pool", lambda device: make()[0])
+    monkeypatch.setattr(pinned, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
+    with torch._subclasses.FakeTensorMode():
+        tensor, seen = pinned.shared_tensor((2, 3), torch.int64, torch.device("meta"))
+    assert (tensor.shape, tensor.dtype, seen) == ((2, 3), torch.int64, None)

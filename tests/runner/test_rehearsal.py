@@ -14,7 +14,6 @@ from rung import torch_compat
 from rung.attention import BatchBounds
 from rung.attention.backends import triton_paged
 from rung.attention.backends.triton_paged import TritonPaged
-from rung.cli.precompile_kernels import NoTransfer
 from rung.context import set_forward_context
 from rung.graphs import Dispatch, exact
 from rung.launch import Rehearsal, rehearse_launches
@@ -24,6 +23,7 @@ from rung.passes.kernels import support
 from rung.runner import RunnerConfig
 from rung.runner.batch import dummy_batch
 from rung.runner.forward import EagerForward
+from rung.runner.kernel_images import NoTransfer
 from rung.runner.model_runner import ModelRunner
 from rung.runner.ops import TritonStepOps
 from rung.runner.rehearsal import query_lens_of, rehearse

@@ -63,6 +63,10 @@ class _FlashAttention(AttentionBackend):
     def why_not_fp8_cache(cls, device: torch.device) -> str | None:
         return "FlashAttention reads an e4m3 cache only with e4m3 queries"
 
+    @classmethod
+    def why_not_fp8_output(cls, device: torch.device) -> str | None:
+        return "FlashAttention writes its output in the model's dtype only"
+
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write = write_kv_torch if why_no_triton(key.device) else write_kv_triton
         write(key, value, cache, slot_mapping)

@@ -32,6 +32,14 @@ class FlashTriton(TritonPaged):
     def why_not_fp8_cache(cls, device: torch.device) -> str | None:
         return FlashAttention3.why_not_fp8_cache(device)
 
+    @classmethod
+    def why_not_fp8_output(cls, device: torch.device) -> str | None:
+        return FlashAttention3.why_not_fp8_output(device)
+
+    @classmethod
+    def why_not_batch_invariant(cls) -> str | None:
+        return FlashAttention3.why_not_batch_invariant()
+
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         self._prompts = FlashAttention3(spec)

@@ -70,6 +70,15 @@ def plan_launch(
     return Launch(block_q=block_q, block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=num_stages)
 
 
+def invariant_launch(spec: AttentionSpec, element_size: int) -> Launch:
+    """The launch for every batch, so that a row's keys are summed in one order: tiles begin at multiples of `block_n`, and those that a row
+    does not see add nothing to the bits of its sums. Keys are not split: a share of them would begin where the longest request says."""
+    group = spec.num_heads // spec.num_kv_heads
+    block_m = max(64 if element_size == 2 else 32, padded(group))
+    block_n = max(16, min(64, 8192 // padded(spec.head_size)) * 2 // element_size)
+    return Launch(block_q=block_m // group, block_m=block_m, block_n=block_n, splits=1, num_warps=4, num_stages=3)
+
+
 def rehearsal_batches(
     spec: AttentionSpec, limits: BatchBounds, *, block_size: int, processors: int, element_size: int
 ) -> list[BatchBounds]:

@@ -35,11 +35,19 @@ class TorchReference(AttentionBackend):
     def why_not_fp8_cache(cls, device: torch.device) -> str | None:
         return None
 
+    @classmethod
+    def why_not_fp8_output(cls, device: torch.device) -> str | None:
+        return None
+
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write_kv_torch(key, value, cache, slot_mapping)
 
+    @classmethod
+    def why_not_batch_invariant(cls) -> str | None:
+        return None
+
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
-        if metadata.host is None:
+        if metadata.host is None or self.batch_invariant:
             self._forward_on_device(query, cache, out, metadata)
         else:
             self._forward_by_request(query, cache, out, metadata, metadata.host)
@@ -52,7 +60,14 @@ class TorchReference(AttentionBackend):
         request = request.clamp(max=metadata.num_requests - 1)
         position = seq_lens[request] - starts[request + 1] + rows
         position = torch.where(padded, -1, position)
-        self._attend_rows(query, cache, out, metadata.block_table, request, position, metadata.max_seq_len)
+        if not self.batch_invariant:
+            self._attend_rows(query, cache, out, metadata.block_table, request, position, metadata.max_seq_len)
+            return
+        longest = metadata.block_table.shape[1] * cache.block_size  # not of this batch: products over other lengths have other bits
+        for row in range(query.shape[0]):
+            here = slice(row, row + 1)
+            one = query[here].clone()  # where in memory a row lies may decide how a library sums
+            self._attend_rows(one, cache, out[here], metadata.block_table, request[here], position[here], longest)
 
     def _forward_by_request(
         self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata, host: HostMetadata

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rung.attention.backends.triton_kernels import kept_e4m3
+
 
 @triton.jit
 def _request_of_block(query_start_loc, num_requests, block, BLOCK_Q: tl.constexpr):
@@ -151,6 +153,7 @@ def paged_attention_kernel(
     block_table,  # int32 [num_requests, max_blocks]
     partial_sums,  # float32 [num_tokens, num_heads, splits, HEAD_SIZE], normalised within the split; unused without SPLIT
     partial_scales,  # float32 [num_tokens, num_heads, splits], log2 of the weight of each; -inf for none
+    out_scale,  # float32 [1], of an e4m3 out; unused without OUT_SCALED and with SPLIT
     num_tokens,
     num_requests,
     scale,  # of the scores, that of the keys in it
@@ -176,6 +179,7 @@ def paged_attention_kernel(
     WINDOW: tl.constexpr,  # 0: full attention
     HAS_SOFT_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
+    OUT_SCALED: tl.constexpr,
     EARLY: tl.constexpr,  # whether the reduction may be launched while this runs (programmatic dependent launch)
 ):
     """Causal attention of BLOCK_Q tokens of one request, all query heads of one KV head, over one share of the keys.
@@ -210,6 +214,9 @@ def paged_attention_kernel(
     queries = tl.load(
         query + token[:, None] * query_token_stride + head[:, None] * query_head_stride + column[None, :], mask=inside, other=0.0
     )
+    if key_cache.dtype.element_ty == tl.float8e4nv and queries.dtype == tl.bfloat16:
+        # e4m3 becomes float16 in one instruction for two numbers; to bfloat16 each takes another, at a quarter of the rate.
+        queries = tl.minimum(tl.maximum(queries.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
 
     first_tile = 0
     if WINDOW > 0:
@@ -253,4 +260,6 @@ def paged_attention_kernel(
         tl.store(partial_sums + place[:, None] * HEAD_SIZE + column[None, :], result, mask=inside & some[:, None])
     else:
         target = out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + column[None, :]
+        if OUT_SCALED:
+            result = kept_e4m3(result.to(query.dtype.element_ty).to(tl.float32) / tl.load(out_scale), 1.0)
         tl.store(target, result.to(out.dtype.element_ty), mask=inside)

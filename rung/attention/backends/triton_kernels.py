@@ -64,9 +64,12 @@ def reduce_splits_kernel(
     out,  # [num_tokens, num_heads, HEAD_SIZE]
     partial_sums,  # float32 [num_tokens, num_heads, splits, HEAD_SIZE]
     partial_scales,  # float32 [num_tokens, num_heads, splits]
+    query,  # for its dtype, to which the result is rounded before it becomes e4m3
+    out_scale,  # float32 [1], of an e4m3 out; unused without OUT_SCALED
     splits,
     out_token_stride,
     out_head_stride,
+    OUT_SCALED: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,  # splits rounded up to a power of two
@@ -96,6 +99,8 @@ def reduce_splits_kernel(
         sums += tl.sum(weights[:, None] * shares, 0)
     result = sums / tl.where(total > 0.0, total, 1.0)
     target = out + token * out_token_stride + head * out_head_stride + column
+    if OUT_SCALED:
+        result = kept_e4m3(result.to(query.dtype.element_ty).to(tl.float32) / tl.load(out_scale), 1.0)
     tl.store(target, result.to(out.dtype.element_ty), mask=column < HEAD_SIZE)
 
 

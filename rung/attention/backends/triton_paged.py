@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, padded, plan_launch, query_blocks, rehearsal_batches
+from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, invariant_launch, padded, plan_launch, query_blocks, rehearsal_batches
 from rung.attention.backends.rotary_write import rotate_and_write_triton
 from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
@@ -71,14 +71,18 @@ class TritonPaged(AttentionBackend):
     """Triton paged attention. All lengths are read on the device, so it captures mixed batches; sums are float32.
 
     The partial results of split keys are allocated for the call: in a capture they come from the graph's pool. `launch` overrides
-    the planned launch, for tuning."""
+    the planned launch, for tuning. Batch invariant: one launch for prompts and decodes, no split keys, and always over the cache."""
 
     name: ClassVar[str] = "triton_paged"
     capture_support: ClassVar[CaptureSupport] = CaptureSupport.ALWAYS
 
-    def __init__(self, spec: AttentionSpec, launch: Launch | None = None) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: AttentionSpec, launch: Launch | None = None, *, batch_invariant: bool = False) -> None:
+        super().__init__(spec, batch_invariant=batch_invariant)
         self.launch = launch
+
+    @classmethod
+    def why_not_batch_invariant(cls) -> str | None:
+        return None
 
     @classmethod
     def why_not(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
@@ -109,6 +113,10 @@ class TritonPaged(AttentionBackend):
             return "Triton converts e4m3 from compute capability 8.9 on"
         return None
 
+    @classmethod
+    def why_not_fp8_output(cls, device: torch.device) -> str | None:
+        return TritonPaged.why_not_fp8_cache(device)  # the same conversion
+
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         write_kv_triton(key, value, cache, slot_mapping)
 
@@ -125,18 +133,50 @@ class TritonPaged(AttentionBackend):
         rotate_and_write_triton(query, key, value, rotation, rotated, cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> None:
-        block, slot, head, _ = cache_strides(cache)
-        strides, scales = (block, slot, head, slot, head), (cache.key_scale, cache.value_scale)
-        self._attend(query, cache.key, cache.value, cache.block_size, strides, out, metadata, scales)
+        self._attend_cache(query, cache, out, metadata, None)
 
     def forward_given_keys(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata
     ) -> None:
-        if not metadata.only_first_chunks:
+        if self.batch_invariant or not metadata.only_first_chunks:
             self.forward(query, cache, out, metadata)
-            return
+        else:
+            self._attend_given(query, key, value, out, metadata, None)
+
+    def forward_quantised(
+        self,
+        query: torch.Tensor,
+        cache: KVCache,
+        out: torch.Tensor,
+        scale: torch.Tensor,
+        metadata: AttentionMetadata,
+        given: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        if self.why_not_fp8_output(query.device) is not None:
+            super().forward_quantised(query, cache, out, scale, metadata, given)
+        elif given is not None and metadata.only_first_chunks and not self.batch_invariant:
+            self._attend_given(query, *given, out, metadata, scale)
+        else:
+            self._attend_cache(query, cache, out, metadata, scale)
+
+    def _attend_cache(
+        self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata, out_scale: torch.Tensor | None
+    ) -> None:
+        block, slot, head, _ = cache_strides(cache)
+        strides, scales = (block, slot, head, slot, head), (cache.key_scale, cache.value_scale)
+        self._attend(query, cache.key, cache.value, cache.block_size, strides, out, metadata, scales, out_scale)
+
+    def _attend_given(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_scale: torch.Tensor | None,
+    ) -> None:
         stride = (0, *rows(key, "key").stride()[:2], *rows(value, "value").stride()[:2])
-        self._attend(query, key, value, 0, stride, out, metadata)
+        self._attend(query, key, value, 0, stride, out, metadata, out_scale=out_scale)
 
     def _attend(
         self,
@@ -148,6 +188,7 @@ class TritonPaged(AttentionBackend):
         out: torch.Tensor,
         metadata: AttentionMetadata,
         kept: tuple[float, float] = (1.0, 1.0),  # scales of keys and values
+        out_scale: torch.Tensor | None = None,  # [1], of an e4m3 out
     ) -> None:
         num_tokens, num_heads, head_size = query.shape
         if num_tokens == 0:
@@ -157,25 +198,30 @@ class TritonPaged(AttentionBackend):
         columns = padded(head_size)
         blocks = query_blocks(num_tokens, metadata.num_requests, launch.block_q)
         early = launch.splits > 1 and _early(query.device)
+        scaled, out_scale = out_scale is not None, query if out_scale is None else out_scale
         PAGED_ATTENTION.run(
             (spec.num_kv_heads, blocks, launch.splits),
             rows(query, "query"), rows(out, "out"), keys, values,
-            metadata.query_start_loc, metadata.seq_lens, metadata.block_table, sums, scales,
+            metadata.query_start_loc, metadata.seq_lens, metadata.block_table, sums, scales, out_scale,
             num_tokens, metadata.num_requests, float(spec.scale * kept[0]), float(kept[1]), float(spec.soft_cap or 1.0),
             query.stride(0), query.stride(1), out.stride(0), out.stride(1), *strides, metadata.block_table.stride(0),
             GROUP=num_heads // spec.num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
             BLOCK_Q=launch.block_q, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, COLUMNS=columns,
-            WINDOW=spec.sliding_window or 0, HAS_SOFT_CAP=spec.soft_cap is not None, SPLIT=launch.splits > 1, EARLY=early,
+            WINDOW=spec.sliding_window or 0, HAS_SOFT_CAP=spec.soft_cap is not None, SPLIT=launch.splits > 1,
+            OUT_SCALED=scaled, EARLY=early,
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
         if launch.splits > 1:
             REDUCE_SPLITS.run(
                 (num_tokens, num_heads, 1),
-                out, sums, scales, launch.splits, out.stride(0), out.stride(1),
-                HEAD_SIZE=head_size, COLUMNS=columns, MAX_SPLITS=MAX_SPLITS, STEP=16, EARLY=early, num_warps=2, launch_pdl=early,
+                out, sums, scales, query, out_scale, launch.splits, out.stride(0), out.stride(1),
+                OUT_SCALED=scaled, HEAD_SIZE=head_size, COLUMNS=columns, MAX_SPLITS=MAX_SPLITS, STEP=16,
+                EARLY=early, num_warps=2, launch_pdl=early,
             )  # fmt: skip
 
     def _plan(self, query: torch.Tensor, metadata: AttentionMetadata, block_size: int) -> Launch:
+        if self.batch_invariant:
+            return invariant_launch(self.spec, query.element_size())
         return plan_launch(
             self.spec,
             num_tokens=query.shape[0],

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from rung.compile.paths import Access, NthKey, Path, parse_accesses
-from rung.compile.signature import argument_path, self_name
+from rung.compile.signature import self_name, shifted_path, variadic_self
 
 GLOBALS = "<globals>"
 FUNCTION = "<function>"
@@ -26,7 +26,7 @@ class Roots(Mapping[str, Any]):
         self._ignored = [(holder, [*(holder.split(".") if holder and holder[0] != "<" else ()), name]) for holder, name in ignored]
         owner = getattr(function, "__self__", None)
         plain = getattr(function, "__func__", function)
-        self._function = function
+        self._variadic = variadic_self(function)  # asked once: a trace notes thousands of guards
         self._values: dict[str, Any] = {GLOBALS: getattr(plain, "__globals__", {}), FUNCTION: plain}
         self.owner_name = ""
         if owner is not None:
@@ -40,7 +40,7 @@ class Roots(Mapping[str, Any]):
 
     def local(self, name: str, accesses: tuple[Access, ...]) -> Path:
         """The path behind a local of the traced function: the owner, a variable of an enclosing function, or an argument."""
-        path = argument_path(Path(name, accesses), self._function)
+        path = shifted_path(Path(name, accesses), self._variadic)
         if path.local == self.owner_name:
             return path
         free = getattr(getattr(self._values[FUNCTION], "__code__", None), "co_freevars", ())

@@ -1,7 +1,8 @@
 """Passes that take away what a graph does for nothing, one file each."""
 
 from rung.passes.cleanup.dead_code import DeadCode
+from rung.passes.cleanup.duplicates import Duplicates
 from rung.passes.cleanup.in_place import InPlace
 from rung.passes.cleanup.noop import NoopElimination
 
-__all__ = ["DeadCode", "InPlace", "NoopElimination"]
+__all__ = ["DeadCode", "Duplicates", "InPlace", "NoopElimination"]

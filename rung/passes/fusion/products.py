@@ -22,8 +22,10 @@ from rung.passes.ir import (
     NORM_LINEAR,
     IROp,
 )
+from rung.passes.ir.fp8 import E4M3
 
 aten = torch.ops.aten
+QUANTISATIONS = (FP8_QUANT_PER_TOKEN.overload, FP8_QUANT_GROUP.overload)  # that find their scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,11 @@ class Product:
     linear: ClassVar[IROp] = LINEAR
     norm_linear: ClassVar[IROp] = NORM_LINEAR
     linear_norm_linear: ClassVar[IROp] = LINEAR_NORM_LINEAR
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether it can be joined without a sum behind it."""
+        return True
 
     @property
     def x(self) -> fx.Node:
@@ -59,11 +66,18 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedProduct(Product):
-    """Quantisation of the activations and a product by an e4m3 weight."""
+    """Quantisation of the activations and a product by an e4m3 weight. `given`: they came as e4m3, with one scale, as attention writes
+    them; then the joined op takes them so, if it has a residual to tell the dtype of its results."""
+
+    given: bool = False
 
     linear: ClassVar[IROp] = FP8_QUANT_LINEAR
     norm_linear: ClassVar[IROp] = FP8_NORM_LINEAR
     linear_norm_linear: ClassVar[IROp] = FP8_LINEAR_NORM_LINEAR
+
+    @property
+    def stands_alone(self) -> bool:
+        return not self.given
 
     @property
     def _quantisation(self) -> fx.Node:
@@ -72,21 +86,27 @@ class QuantisedProduct(Product):
 
     @property
     def x(self) -> fx.Node:
-        return cast(fx.Node, self._quantisation.args[0])
+        return cast(fx.Node, self.node.args[0] if self.given else self._quantisation.args[0])
 
     @property
     def weight(self) -> tuple[Any, ...]:
+        _, x_scale, weight, scale, bias, _ = self.node.args
+        if self.given:
+            return weight, scale, x_scale, bias
         static = self._quantisation.args[1] if self._quantisation.target is FP8_QUANT_STATIC.overload else None
-        _, _, weight, scale, bias, _ = self.node.args
         return weight, scale, static, bias
 
     @property
     def last(self) -> tuple[Any, ...]:
+        if self.given:
+            return (0,)
         grouped = self._quantisation.target is FP8_QUANT_GROUP.overload
         return (self._quantisation.args[1] if grouped else 0,)
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
+        if self.given:
+            return (self.node,)
         operands = tuple(arg for arg in self.node.args[:2] if isinstance(arg, fx.Node) and arg.target is operator.getitem)
         return (self.node, *operands, self._quantisation)
 
@@ -117,8 +137,9 @@ def _quantised(node: fx.Node) -> Product | None:
     else:
         parts = (values, scale)
         source = values.args[0] if values.target is operator.getitem else None
-        if not isinstance(source, fx.Node) or source.target not in (FP8_QUANT_PER_TOKEN.overload, FP8_QUANT_GROUP.overload):
-            return None
+        if not isinstance(source, fx.Node) or source.target not in QUANTISATIONS:
+            one_scale = values.meta["val"].dtype == E4M3 and scale.meta["val"].numel() == 1
+            return QuantisedProduct(node, given=True) if one_scale else None
         fits = all(part.target is operator.getitem and part.args == (source, index) for index, part in enumerate(parts))
         fits = fits and len(source.users) == 2 and all(list(part.users) == [node] for part in parts)
         x = source.args[0]

@@ -1,6 +1,6 @@
 """Matrix products with the norm before, the activation behind, and the product and residual before the norm, as one op each.
 
-mm(x, w) -> silu_and_mul                                        linear
+mm(x, w), with or without silu_and_mul behind it                linear
 rms_norm(h) -> product                                          norm_linear
 h = mm(x, w) + residual -> rms_norm(h) -> product               linear_norm_linear
 
@@ -34,8 +34,11 @@ from rung.passes.ir import (
     SILU_AND_MUL,
     IROp,
 )
+from rung.passes.kernels.invariant import NOT_ASKED
 
 aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default, FP8_LINEAR.overload)
+_VIEWS = (aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default)
 _META = ("stack_trace", "nn_module_stack", "original_aten")  # the names in traces come from these
 _ACTIVATIONS: dict[Any, str] = {SILU_AND_MUL.overload: "silu", GELU_AND_MUL.overload: "gelu"}
 
@@ -43,7 +46,13 @@ _ACTIVATIONS: dict[Any, str] = {SILU_AND_MUL.overload: "silu", GELU_AND_MUL.over
 def takes(op: IROp, args: tuple[Any, ...]) -> str | None:
     """Why no provider takes the op with such arguments, or None."""
     provider, refused = op.choose(*args)
-    return None if provider is not None else "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    if provider is not None:
+        return None
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        by_reason.setdefault(reason, []).append(name)
+    by_reason.pop(NOT_ASKED, None)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
 class Projections:
@@ -67,9 +76,10 @@ class Projections:
         for node in list(graph.nodes):
             if (product := product_of(node)) is not None:
                 join(product)
-        for node in list(graph.find_nodes(op="call_function", target=FP8_LINEAR.overload)):
-            if (product := product_of(node)) is not None:
-                join.alone(product)
+        for target in _PRODUCTS:
+            for node in list(graph.find_nodes(op="call_function", target=target)):
+                if (product := product_of(node)) is not None:
+                    join.alone(product)
         join.blocks()
         return join.report
 
@@ -87,6 +97,8 @@ class _Join:
         result = users[0] if activation is not None else product.node
         behind = (*product.weight, activation or "", *product.last)
         norm = product.x
+        if not product.stands_alone:
+            return
         if norm.target is RMS_NORM.overload and self._has_one_user(norm):
             if self._sum_and_norm(norm, product, result, behind):
                 return
@@ -112,8 +124,10 @@ class _Join:
         return self._put(product.linear_norm_linear, args, (result, hidden), joined)
 
     def alone(self, product: Product) -> None:
-        """Put an e4m3 product that nothing was joined with together with its quantisation, which few rows do without."""
-        self._put(product.linear, (product.x, *product.weight, "", *product.last), (product.node,), product.nodes)
+        """A product that nothing was joined with becomes an op too, which chooses by the number of rows; an e4m3 one together with its
+        quantisation, which one row does without. Not where the quantisation is shared, or goes with what computes the rows."""
+        if product.stands_alone and (type(product) is Product or _comes_as_it_is(product.x)):
+            self._put(product.linear, (product.x, *product.weight, "", *product.last), (product.node,), product.nodes)
 
     def blocks(self) -> None:
         """Join the MLP of e4m3 weights with what stands around it, so that its activation can hand on quantised rows."""
@@ -164,6 +178,16 @@ class _Join:
     def _miss(self, reason: str) -> None:
         key = f"near miss: {reason}"
         self.report[key] = self.report.get(key, 0) + 1
+
+
+def _comes_as_it_is(x: fx.Node) -> bool:
+    """Whether rows are read by one product, and come from outside of the piece or out of a product."""
+    if len(x.users) != 1:
+        return False
+    while x.target in _VIEWS and isinstance(x.args[0], fx.Node):
+        x = x.args[0]
+    x = x.args[0] if x.target is operator.getitem and isinstance(x.args[0], fx.Node) else x
+    return x.op == "placeholder" or "linear" in str(x.target) or "block" in str(x.target) or x.target in _PRODUCTS
 
 
 def _sum(node: Any) -> tuple[Product, fx.Node] | None:

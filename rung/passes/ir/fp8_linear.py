@@ -3,21 +3,23 @@
 A weight is e4m3 [n, k] with float32 scales: [n], one for each output, or [n / 128, k / 128], one for each square of 128. `input_scale`
 ([1]) makes the quantisation of activations static; without it they get a scale for each row, or for each `group` of a row where that is
 not 0. A provider may leave activations as they are where rows are few: the bytes of the weights bound it then, and rounding less is no
-loss. So `tolerance` is that of rounding to e4m3.
+loss. So `tolerance` is that of rounding to e4m3. Where a residual tells the dtype of the results, x may be e4m3 already: it is
+x / `input_scale` then, as attention writes it.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from rung.passes.ir.fp8 import GROUP, quant_group_body, quant_per_token_body, quant_static_body
+from rung.passes.ir.fp8 import E4M3, GROUP, quant_group_body, quant_per_token_body, quant_static_body
 from rung.passes.ir.linear import ACTIVATIONS
 from rung.passes.ir.op import Provider, define_ir_op
 from rung.passes.ir.rms_norm import rms_norm_body
-from rung.passes.kernels import fp8
+from rung.passes.kernels import fp8, invariant
 
 Scale = torch.Tensor | None
 
@@ -32,15 +34,26 @@ def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def fp8_linear_body(
-    x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, dtype: torch.dtype
-) -> torch.Tensor:
-    wide = x.float()
+def scaled_rows(x: torch.Tensor, x_scale: Scale) -> torch.Tensor:
+    """Activations [..., k] in float32."""
+    wide: torch.Tensor = x.float()
     if x_scale is not None and x_scale.dim() == x.dim() and x_scale.shape[-1] > 1:
         wide = (wide.unflatten(-1, (x_scale.shape[-1], -1)) * x_scale.unsqueeze(-1)).flatten(-2)
-    elif x_scale is not None:
-        wide = wide * x_scale
-    return F.linear(wide, dequantised(weight, weight_scale), None if bias is None else bias.float()).to(dtype)
+        return wide
+    return wide if x_scale is None else wide * x_scale
+
+
+def fp8_linear_body(
+    x: torch.Tensor,
+    x_scale: Scale,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: Scale,
+    dtype: torch.dtype,
+    invariant: bool = False,
+) -> torch.Tensor:
+    added = None if bias is None else bias.float()
+    return F.linear(scaled_rows(x, x_scale), dequantised(weight, weight_scale), added).to(dtype)
 
 
 def fp8_quant_linear_body(
@@ -86,7 +99,10 @@ def fp8_linear_norm_linear_body(
     activation: str,
     group: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = fp8_quant_linear_body(x, weight, weight_scale, input_scale, bias, "", group) + residual
+    if x.dtype == E4M3:
+        hidden = fp8_linear_body(x, input_scale, weight, weight_scale, bias, residual.dtype) + residual
+    else:
+        hidden = fp8_quant_linear_body(x, weight, weight_scale, input_scale, bias, "", group) + residual
     following = next_weight, next_weight_scale, next_input_scale, next_bias, activation, group
     return fp8_norm_linear_body(hidden, norm_weight, epsilon, *following), hidden
 
@@ -147,9 +163,18 @@ _WEIGHT = "Tensor {0}weight, Tensor {0}weight_scale, Tensor? {0}input_scale, Ten
 _JOINED = f"Tensor x, {_WEIGHT.format('')}, Tensor residual, Tensor norm_weight, float epsilon, {_WEIGHT.format('next_')}, str activation"
 
 FP8_LINEAR = define_ir_op(
-    "fp8_linear(Tensor x, Tensor? x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType dtype) -> Tensor",
+    "fp8_linear(Tensor x, Tensor? x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType dtype, bool invariant=False)"
+    " -> Tensor",
     fp8_linear_body,
-    (Provider("scaled_mm", fp8.why_not_linear, fp8.linear, fp8.describe_linear),),
+    (
+        Provider(
+            "batch_invariant",
+            invariant.why_not_fp8_linear,
+            partial(invariant.fp8_linear, scaled_rows, dequantised),
+            invariant.describe_fp8,
+        ),
+        Provider("scaled_mm", fp8.why_not_linear, fp8.linear, fp8.describe_linear),
+    ),
     tolerance=_TOLERANCE,
     sample=_explicit_sample,
 )

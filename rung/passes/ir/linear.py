@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ import torch.nn.functional as F
 from rung.passes.ir.activation import gelu_body, silu_body
 from rung.passes.ir.op import Provider, define_ir_op
 from rung.passes.ir.rms_norm import rms_norm_body
-from rung.passes.kernels import projections
+from rung.passes.kernels import invariant, projections
 
 ACTIVATIONS = {"": lambda x: x, "silu": silu_body, "gelu": gelu_body}
 
 
-def linear_body(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+def linear_body(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, invariant: bool = False) -> torch.Tensor:
     result: torch.Tensor = ACTIVATIONS[activation](F.linear(x, weight, bias))
     return result
 
@@ -75,9 +76,14 @@ def _linear_norm_linear_sample(rows: int, dtype: torch.dtype, device: torch.devi
 _TOLERANCE = {torch.bfloat16: 1e-2}  # a rounding or two of bf16 (4e-3 each) on the way
 
 LINEAR = define_ir_op(
-    "linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    "linear(Tensor x, Tensor weight, Tensor? bias, str activation, bool invariant=False) -> Tensor",
     linear_body,
-    (Provider("triton", projections.why_not, projections.linear, projections.describe_linear),),
+    (
+        Provider("batch_invariant", invariant.why_not_linear, partial(invariant.linear, linear_body), projections.describe_product),
+        Provider("gemv", projections.why_not_linear, projections.linear, projections.describe_product, lambda *args: 1),
+        Provider("triton", projections.why_not_linear, projections.linear, projections.describe_product, projections.most_rows_linear),
+        Provider("cublas", projections.why_not_linear, projections.cublas, projections.describe_product),
+    ),
     tolerance=_TOLERANCE,
     sample=_linear_sample,
 )
@@ -98,9 +104,12 @@ LINEAR_NORM_LINEAR = define_ir_op(
 )
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "") -> torch.Tensor:
-    """x [num_rows, k] @ weight [n, k].T + bias -> [num_rows, n], or [num_rows, n / 2] with an activation."""
-    result: torch.Tensor = torch.ops.rung.linear(x, weight, bias, activation)
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "", invariant: bool = False
+) -> torch.Tensor:
+    """x [num_rows, k] @ weight [n, k].T + bias -> [num_rows, n], or [num_rows, n / 2] with an activation. `invariant`: the bits of a row do
+    not depend on the number of rows."""
+    result: torch.Tensor = torch.ops.rung.linear(x, weight, bias, activation, invariant)
     return result
 
 

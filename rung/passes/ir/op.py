@@ -22,13 +22,15 @@ class Provider:
     """One way to compute an op.
 
     `why_not(*args)` is the reason against it for such arguments, or None; it reads devices, dtypes, strides and static sizes, never the
-    number of rows, so that one answer holds for every size that a trace serves. What depends on the rows, `run` decides at each call: a
-    captured graph keeps what was decided for its size. `describe(*args)` says what that will be."""
+    number of rows, so that one answer holds for every size that a trace serves. `most_rows(*args)` is the largest number of rows of the
+    first argument that it is for, None for any: of the providers that take the arguments, the first that is for so many rows runs. That is
+    decided at each call, and a captured graph keeps what was decided for its size. `describe(*args)` says what `run` will do."""
 
     name: str
     why_not: Callable[..., str | None]
     run: Callable[..., Any]
     describe: Callable[..., str]
+    most_rows: Callable[..., int | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +49,49 @@ class IROp:
     sample: Callable[[int, torch.dtype, torch.device], tuple[Any, ...]] | None = None
 
     def choose(self, *args: Any) -> tuple[Provider | None, dict[str, str]]:
-        """The provider for such arguments (None: the body), and why not those before it."""
-        return _choose(self.providers, args)
+        """The provider for such arguments and the fewest rows (None: the body), and why not those before it."""
+        refused: dict[str, str] = {}
+        for provider in self.providers:
+            reason = provider.why_not(*args)
+            if reason is None:
+                return provider, refused
+            refused[provider.name] = reason
+        return None, refused
+
+    def plan(self, *args: Any) -> list[tuple[int | None, Provider]]:
+        """Which provider runs up to how many rows (None: any), in their order. Empty: the body runs."""
+        found: list[tuple[int | None, Provider]] = []
+        for provider in self.providers:
+            if provider.why_not(*args) is None:
+                most = _most_rows(provider, args)
+                if most is None or not found or most > (found[-1][0] or 0):
+                    found.append((most, provider))
+                if most is None:
+                    break
+        return found
+
+    def describe(self, *args: Any) -> str:
+        """What runs for such arguments, by number of rows; what is recorded in the report of a piece."""
+        plan = self.plan(*args)
+        if len(plan) == 1 and plan[0][0] is None:
+            return f"{plan[0][1].name}: {plan[0][1].describe(*args)}"
+        ranges = [f"{provider.name} {'beyond' if most is None else f'to {most}'}" for most, provider in plan]
+        return f"{', '.join(ranges)}: {plan[-1][1].describe(*args)}"
 
 
-def _choose(providers: tuple[Provider, ...], args: tuple[Any, ...]) -> tuple[Provider | None, dict[str, str]]:
-    refused: dict[str, str] = {}
+def _most_rows(provider: Provider, args: tuple[Any, ...]) -> int | None:
+    return None if provider.most_rows is None else provider.most_rows(*args)
+
+
+def _choose(providers: tuple[Provider, ...], args: tuple[Any, ...]) -> Provider | None:
+    """The provider for these arguments and this number of rows."""
+    rows = args[0].shape[0]
     for provider in providers:
-        reason = provider.why_not(*args)
-        if reason is None:
-            return provider, refused
-        refused[provider.name] = reason
-    return None, refused
+        if provider.why_not(*args) is None:
+            most = _most_rows(provider, args)
+            if most is None or rows <= most:
+                return provider
+    return None
 
 
 def define_ir_op(
@@ -68,19 +101,21 @@ def define_ir_op(
     *,
     tolerance: Mapping[torch.dtype, float] | None = None,
     sample: Callable[[int, torch.dtype, torch.device], tuple[Any, ...]] | None = None,
+    shapes: Callable[..., Any] | None = None,
 ) -> IROp:
-    """Register `rung::<schema>` with `body` as its meaning."""
+    """Register `rung::<schema>` with `body` as its meaning. `shapes` says what the body would return, where running it on tensors without
+    memory is too slow."""
     name = schema.partition("(")[0]
 
     def call(*args: Any) -> Any:
-        provider, _ = _choose(providers, args)
+        provider = _choose(providers, args)
         return (body if provider is None else provider.run)(*args)
 
-    def shapes(*args: Any) -> Any:
+    def fake(*args: Any) -> Any:
         """On tensors without memory; in a rehearsal what the device would run, so that its kernels are known."""
-        return (body if current_rehearsal.get() is None else call)(*args)
+        return ((shapes or body) if current_rehearsal.get() is None else call)(*args)
 
     _library.define(schema)
     _library.impl(name, call if providers else body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"rung::{name}", shapes, lib=_library)
+    torch.library.register_fake(f"rung::{name}", fake, lib=_library)
     return IROp(name, body, getattr(torch.ops.rung, name).default, providers, tolerance or {}, sample)

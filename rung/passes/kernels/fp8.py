@@ -1,7 +1,7 @@
 """The providers of products by e4m3 weights.
 
-Few rows: the kernels of `projections`, which read the weights as e4m3 and leave activations in bf16. More rows: activations are quantised
-by the kernel that norms or activates them, and cuBLAS multiplies e4m3 by e4m3.
+One row: the kernel of `projections`, which reads the weights as e4m3 and leaves activations in bf16. More rows: activations are quantised,
+by the kernel that norms them where one does, and e4m3 is multiplied by e4m3: by our kernel while rows are few, else by cuBLAS.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from rung.passes.kernels import launches
-from rung.passes.kernels.fp8_launches import Quantised, add_norm_quantise, quantise
+from rung.passes.kernels.fp8_launches import E4M3, Quantised, add_norm_quantise, quantise
 from rung.passes.kernels.launches import Surroundings, Tiles
 from rung.passes.kernels.support import is_programmatic, rows_of, why_not_fp8
-from rung.passes.kernels.tiles import most_rows, tiles_for
+from rung.passes.kernels.tiles import Dtypes, most_rows, tiles_for
 from rung.torch_compat import scaled_mm
 
 Scale = torch.Tensor | None
@@ -46,8 +46,16 @@ def with_residual(args: Sequence[Any], residual: Any) -> tuple[Any, ...]:
 
 
 def why_not_linear(
-    x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, dtype: Any
+    x: torch.Tensor,
+    x_scale: Scale,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: Scale,
+    dtype: Any,
+    invariant: bool = False,
 ) -> str | None:
+    if invariant:
+        return "batch invariance was asked for"
     if (reason := why_not_fp8(x, (weight,), bias)) is not None:
         return reason
     if dtype != torch.bfloat16 or x.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
@@ -57,19 +65,29 @@ def why_not_linear(
     return None
 
 
-def describe_linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, dtype: Any) -> str:
+def describe_linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, *_: Any) -> str:
     return "weights alone" if x_scale is None else f"{weight.shape[0]}x{weight.shape[1]} {_many(weight, weight_scale)}"
 
 
-def linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, dtype: Any) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    x_scale: Scale,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: Scale,
+    dtype: Any,
+    invariant: bool = False,
+) -> torch.Tensor:
     given = Weight(weight, weight_scale, None, bias)
     if x_scale is None:
-        tiles = tiles_for(*x.shape[:1], *weight.shape, fp8=True)
+        tiles = tiles_for(*x.shape[:1], *weight.shape, fp8=Dtypes(weights=True, squares=weight_scale.dim() == 2))
         if tiles is not None:
             return launches.product(rows_of(x), weight, Surroundings(bias=bias, weight_scale=weight_scale), tiles)
         return F.linear(x, _dequantised(given), bias)
     rows = x_scale.expand(x.shape[0], 1) if x_scale.numel() == 1 else x_scale
-    return _scaled(Quantised(rows_of(x), rows.t().contiguous().t()), given)
+    result = _product(Quantised(rows_of(x), rows.t().contiguous().t()), given, 0, "")
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 # --- joined --------------------------------------------------------------------------------------------------------------------------
@@ -95,8 +113,10 @@ def why_not_norm_linear(
 
 
 def why_not_linear_norm_linear(x: torch.Tensor, *args: Any) -> str | None:
-    weight, _, _, bias, residual, norm_weight, _, following, _, _, next_bias, *_ = args
-    return why_not_fp8(x, (weight, following), x, residual, norm_weight, bias, next_bias)
+    weight, _, input_scale, bias, residual, norm_weight, _, following, _, _, next_bias, *_ = args
+    if x.dtype == E4M3 and input_scale is None:
+        return "x is e4m3 without a scale"
+    return why_not_fp8(x, (weight, following), None if x.dtype == E4M3 else x, residual, norm_weight, bias, next_bias)
 
 
 def why_not_block(x: torch.Tensor, *args: Any) -> str | None:
@@ -156,7 +176,7 @@ def block(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = halves(args)
     middle, residual = _linear_norm_linear(rows_of(x), *first)
     down, activation, group = Weight(*second[:4]), first[11], first[12]
-    if isinstance(middle, _Unactivated) and _tiles(x.shape[0], down, "", splittable=True) is None:
+    if isinstance(middle, _Unactivated) and (_tiles(x.shape[0], down, "", splittable=True) is not None or _takes_quantised(down)):
         quantised = quantise(middle.product, down.input_scale, group, activation=activation, programmatic=is_programmatic(x))
         product, hidden = _linear_norm_linear(quantised, *with_residual(second, residual))
     else:
@@ -191,6 +211,8 @@ def _linear_norm_linear(
 ) -> tuple[torch.Tensor | _Unactivated, torch.Tensor]:
     first, second = Weight(weight, weight_scale, input_scale, bias), Weight(next_weight, next_weight_scale, next_input_scale, next_bias)
     residual = rows_of(residual)
+    if isinstance(x, torch.Tensor) and x.dtype == E4M3:
+        x = _given(x, first)
     if residual.shape[0] == 1:
         hidden = _product(x, first, group, "", residual=residual)
         assert isinstance(hidden, torch.Tensor)
@@ -199,6 +221,14 @@ def _linear_norm_linear(
     assert isinstance(parts, torch.Tensor)
     left = bias if parts.dim() == 3 else None  # the bias of a split product is added behind its sum
     return _normed_product(parts, residual, norm_weight, epsilon, second, activation, group, left)
+
+
+def _given(x: torch.Tensor, weight: Weight) -> Quantised:
+    """Rows that came as e4m3. Our kernels read the one scale for each row; cuBLAS wants it as often as there are rows."""
+    rows, scale = x.shape[0], weight.input_scale
+    assert scale is not None
+    few = _tiles(rows, weight, "", splittable=True) is not None
+    return Quantised(x, scale.expand(rows, 1) if few else scale.repeat(rows).unsqueeze(1))
 
 
 def _normed_product(
@@ -214,7 +244,7 @@ def _normed_product(
     rows, programmatic = x.shape[-2], is_programmatic(x)
     if rows == 1 and residual is None:
         return _product(x, weight, group, activation, norm_weight=norm_weight, epsilon=epsilon), x
-    if _tiles(rows, weight, activation) is None and _takes_quantised(weight):
+    if _tiles(rows, weight, activation) is not None or _takes_quantised(weight):
         quantised, hidden = add_norm_quantise(
             x, residual, norm_weight, epsilon, weight.input_scale, group, bias, programmatic=programmatic
         )  # fmt: skip
@@ -227,19 +257,25 @@ def _product(
     x: torch.Tensor | Quantised, weight: Weight, group: int, activation: str, *, splittable: bool = False, **around: Any
 ) -> torch.Tensor | _Unactivated:
     """[rows, n]; where it is splittable, perhaps the parts [splits, rows, n] without the bias."""
+    rows = x.values.shape[0] if isinstance(x, Quantised) else x.shape[0]
+    tiles = _tiles(rows, weight, activation, splittable=splittable)
     if isinstance(x, Quantised):
+        if tiles is not None and (tiles.block_m > 1 or weight.scale.dim() == 1):  # that for one row knows no scales of squares
+            around |= {"x_scale": x.scale, "weight_scale": weight.scale}
+            return launches.product(x.values, weight.values, Surroundings(bias=weight.bias, activation=activation, **around), tiles)
         result = _scaled(x, weight)
         return _Unactivated(result) if activation else result
-    tiles = _tiles(x.shape[0], weight, activation, splittable=splittable)
-    if tiles is not None:
+    if rows <= 1:
+        assert tiles is not None, "one row always has tiles"
         return launches.product(
             x, weight.values, Surroundings(bias=weight.bias, weight_scale=weight.scale, activation=activation, **around), tiles
         )
-    assert not around, "one row always has tiles"
-    if not _takes_quantised(weight):
+    assert not around
+    if tiles is None and not _takes_quantised(weight):
         result = F.linear(x, _dequantised(weight), weight.bias)
         return _Unactivated(result) if activation else result
-    return _product(quantise(x, weight.input_scale, group, programmatic=is_programmatic(x)), weight, group, activation)
+    quantised = quantise(x, weight.input_scale, group, programmatic=is_programmatic(x))
+    return _product(quantised, weight, group, activation, splittable=splittable)
 
 
 def _activated(made: torch.Tensor | _Unactivated, activation: str) -> torch.Tensor:
@@ -270,13 +306,17 @@ def _tiles(rows: int, weight: Weight, activation: str, *, splittable: bool = Fal
     n, k = weight.values.shape
     n //= 2 if activation else 1
     programmatic = is_programmatic(weight.values)
-    return tiles_for(rows, n, k, activation=activation, splittable=splittable, programmatic=programmatic, fp8=True)
+    return tiles_for(rows, n, k, activation=activation, splittable=splittable, programmatic=programmatic, fp8=_dtypes(weight.scale))
+
+
+def _dtypes(weight_scale: torch.Tensor) -> Dtypes:
+    return Dtypes(weights=True, rows=True, squares=weight_scale.dim() == 2)
 
 
 def _describe(weight: torch.Tensor, weight_scale: torch.Tensor, activation: str, *, splittable: bool = False) -> str:
     """How many rows our kernels take for a weight, and who takes more."""
     n, k = weight.shape
-    most = most_rows(n // (2 if activation else 1), k, activation=activation, splittable=splittable, fp8=True)
+    most = most_rows(n // (2 if activation else 1), k, activation=activation, splittable=splittable, fp8=_dtypes(weight_scale))
     return f"{n}x{k} e4m3{' ' + activation if activation else ''} to {most} rows, then {_many(weight, weight_scale)}"
 
 

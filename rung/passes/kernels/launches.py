@@ -37,19 +37,22 @@ class Surroundings:
     residual: torch.Tensor | None = None  # [rows, n], added last
     norm_weight: torch.Tensor | None = None  # [k]: the rows of x are normed first
     epsilon: float = 0.0
+    # of e4m3 rows, float32: [rows, 1], perhaps one for all, or beside scales of squares [rows, k / 128] with stride 1 along the rows
+    x_scale: torch.Tensor | None = None
     weight_scale: torch.Tensor | None = None  # of an e4m3 weight, float32: [n], or [n / 128, k / 128]; n doubled with an activation
     activation: str = ""  # "silu" or "gelu": of the first half of the product, times the second
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: Tiles) -> torch.Tensor:
-    """x [rows, k] @ weight.T and what is around it: [rows, n] in x's dtype; with `tiles.splits` > 1 the sums of each share of k,
-    float32 [splits, rows, n], and nothing around."""
+    """x [rows, k] @ weight.T and what is around it: [rows, n] in x's dtype, for e4m3 in the residual's or bf16; with `tiles.splits` > 1
+    the sums of each share of k, float32 [splits, rows, n], and nothing around."""
     rows, k = x.shape
     n = weight.shape[0] // (2 if around.activation else 1)
     if tiles.splits > 1:
         out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=x.device)
     else:
-        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+        wide = torch.bfloat16 if around.residual is None else around.residual.dtype
+        out = torch.empty((rows, n), dtype=x.dtype if around.x_scale is None else wide, device=x.device)
     if rows == 0:
         return out
     bias, residual, norm_weight, scale = around.bias, around.residual, around.norm_weight, around.weight_scale
@@ -68,21 +71,22 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     }
     columns = -(-n // tiles.block_n)
     added, biased, scales = (x if other is None else other for other in (residual, bias, scale))
-    scale_stride = scales.stride(0)
+    scale_stride, x_scale = scales.stride(0), around.x_scale
     if tiles.block_m == 1:
         VECTOR.run(
             (columns, 1, 1),
-            x, weight, scales, biased, added, x if norm_weight is None else norm_weight, out, n, k, around.epsilon,
-            weight.stride(0), scale_stride,
-            NORM=norm_weight is not None, STAGES=tiles.num_stages, **named,
+            x, x if x_scale is None else x_scale, weight, scales, biased, added, x if norm_weight is None else norm_weight, out, n, k,
+            around.epsilon, weight.stride(0), scale_stride,
+            X_SCALED=x_scale is not None, NORM=norm_weight is not None, STAGES=tiles.num_stages, **named,
         )  # fmt: skip
         return out
     blocks = -(-rows // tiles.block_m)
     PRODUCT.run(
         (columns * blocks, tiles.splits, 1),
-        x, weight, scales, biased, added, out, rows, n, k, blocks,
-        x.stride(0), weight.stride(0), scale_stride, 0 if residual is None else residual.stride(0),
-        SPLITS=tiles.splits, SWAP=tiles.swap, BLOCK_M=tiles.block_m, num_stages=tiles.num_stages, **named,
+        x, x if x_scale is None else x_scale, weight, scales, biased, added, out, rows, n, k, blocks,
+        x.stride(0), *((0, 0) if x_scale is None else x_scale.stride()),
+        weight.stride(0), scale_stride, 0 if residual is None else residual.stride(0),
+        X_SCALED=x_scale is not None, SPLITS=tiles.splits, SWAP=tiles.swap, BLOCK_M=tiles.block_m, num_stages=tiles.num_stages, **named,
     )  # fmt: skip
     return out
 

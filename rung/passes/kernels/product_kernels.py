@@ -2,7 +2,8 @@
 
 Weights are [n, k] with contiguous rows, as `nn.Linear` has them, in the dtype of x or e4m3 with scales: these are converted on their way to
 the product (exactly: bf16 has all numbers of e4m3), and the sum is scaled. SCALED: 0 without scales, 1 for one scale an output, 2 for one
-a square of 128 x 128; BLOCK_K of `product_kernel` must then divide 128. All sums are float32. With PREFETCH >= 0 a kernel is launched
+a square of 128 x 128; BLOCK_K of `product_kernel` must then divide 128. x may be e4m3 too, with one scale a row, or beside squares one for
+each 128 of its columns; nothing is converted then. All sums are float32. With PREFETCH >= 0 a kernel is launched
 programmatically: it may start while its predecessor runs, fetches that many elements of each of its weight rows into the L2 cache (which
 reads nothing: a predecessor may still write them), and waits before anything else.
 """
@@ -71,9 +72,10 @@ def _finish(
 
 @triton.jit
 def _add_product(
-    total, values, tile, weight_scale, row, start, row_end, scale_stride, SWAP: tl.constexpr, SCALED: tl.constexpr,
+    total, values, tile, x_scale, weight_scale, row, start, row_end, scale_stride, SWAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """total plus the product of values [BLOCK_M, BLOCK_K] and tile [BLOCK_N, BLOCK_K], which holds these rows of the weight."""
+    """total plus the product of values [BLOCK_M, BLOCK_K] and tile [BLOCK_N, BLOCK_K], which holds these rows of the weight; x_scale
+    [BLOCK_M] is only looked at beside squares."""
     tile = tile.to(values.dtype)
     if SCALED != 2:
         if SWAP:
@@ -81,19 +83,20 @@ def _add_product(
         else:
             total = tl.dot(values, tl.trans(tile), total, input_precision="ieee")
     elif SWAP:
-        scale = _square_scale(weight_scale, row[:, None], start, row_end, scale_stride)
+        scale = _square_scale(weight_scale, row[:, None], start, row_end, scale_stride) * x_scale[None, :]
         total += tl.dot(tile, tl.trans(values), input_precision="ieee") * scale
     else:
-        scale = _square_scale(weight_scale, row[None, :], start, row_end, scale_stride)
+        scale = _square_scale(weight_scale, row[None, :], start, row_end, scale_stride) * x_scale[:, None]
         total += tl.dot(values, tl.trans(tile), input_precision="ieee") * scale
     return total
 
 
-@triton.jit(do_not_specialize=["rows", "m_blocks"])
+@triton.jit(do_not_specialize=["rows", "m_blocks", "x_scale_row", "x_scale_stride"])
 def product_kernel(
-    x, weight, weight_scale, bias, residual, out, rows, n, k, m_blocks, x_stride, weight_stride, scale_stride, residual_stride,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr,
+    x, x_scale, weight, weight_scale, bias, residual, out, rows, n, k, m_blocks,
+    x_stride, x_scale_row, x_scale_stride, weight_stride, scale_stride, residual_stride,
+    X_SCALED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr,
+    SCALED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = x [rows, k] @ weight.T, then bias, the activation of the two halves of the product (weight is then [2 * n, k]), and a
@@ -122,29 +125,36 @@ def product_kernel(
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    x_scales = tl.full((BLOCK_M,), 1.0, tl.float32)
     for start in range(first, last, BLOCK_K):
         at = start + part
+        if X_SCALED and SCALED == 2:
+            x_scales = tl.load(x_scale + m * x_scale_row + (start // 128) * x_scale_stride, mask=inside, other=0.0)
         x_mask = inside[:, None] if EVEN_K else inside[:, None] & (at[None, :] < last)
         values = tl.load(x_row + at[None, :], mask=x_mask, other=0.0)
         if EVEN_N and EVEN_K:
             tile = tl.load(w_row + at[None, :])
         else:
             tile = tl.load(w_row + at[None, :], mask=has_column & (at[None, :] < last), other=0.0)
-        total = _add_product(total, values, tile, weight_scale, columns, start, n, scale_stride, SWAP, SCALED)
+        total = _add_product(total, values, tile, x_scales, weight_scale, columns, start, n, scale_stride, SWAP, SCALED)
         if ACTIVATION != "":
             if EVEN_N and EVEN_K:
                 tile_up = tl.load(up_row + at[None, :])
             else:
                 tile_up = tl.load(up_row + at[None, :], mask=has_column & (at[None, :] < last), other=0.0)
-            total_up = _add_product(total_up, values, tile_up, weight_scale, n + columns, start, 2 * n, scale_stride, SWAP, SCALED)
+            total_up = _add_product(
+                total_up, values, tile_up, x_scales, weight_scale, n + columns, start, 2 * n, scale_stride, SWAP, SCALED
+            )
 
     if SWAP:
         total = tl.trans(total)
         total_up = tl.trans(total_up)
     if SCALED == 1:
-        total *= tl.load(weight_scale + columns, mask=columns < n, other=0.0)[None, :]
+        if X_SCALED:
+            x_scales = tl.load(x_scale + m * x_scale_row, mask=inside, other=0.0)
+        total *= tl.load(weight_scale + columns, mask=columns < n, other=0.0)[None, :] * x_scales[:, None]
         if ACTIVATION != "":
-            total_up *= tl.load(weight_scale + n + columns, mask=columns < n, other=0.0)[None, :]
+            total_up *= tl.load(weight_scale + n + columns, mask=columns < n, other=0.0)[None, :] * x_scales[:, None]
     mask = inside[:, None] & (columns[None, :] < n)
     if SPLITS > 1:
         tl.store(out + (split.to(tl.int64) * rows + m[:, None]) * n + columns[None, :], total, mask=mask)
@@ -154,8 +164,9 @@ def product_kernel(
 
 @triton.jit
 def vector_kernel(
-    x, weight, weight_scale, bias, residual, norm_weight, out, n, k, epsilon, weight_stride, scale_stride,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr, PREFETCH: tl.constexpr,
+    x, x_scale, weight, weight_scale, bias, residual, norm_weight, out, n, k, epsilon, weight_stride, scale_stride,
+    X_SCALED: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    SCALED: tl.constexpr, PREFETCH: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`product_kernel` for one row, without the matrix units, of x normed before when NORM.
@@ -202,6 +213,9 @@ def vector_kernel(
         product *= tl.load(weight_scale + columns, mask=columns < n, other=0.0)
         if ACTIVATION != "":
             product_up *= tl.load(weight_scale + n + columns, mask=columns < n, other=0.0)
+    if X_SCALED:
+        product *= tl.load(x_scale)
+        product_up *= tl.load(x_scale)
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / k + epsilon)
         product *= factor

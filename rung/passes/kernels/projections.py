@@ -22,9 +22,28 @@ def why_not(*args: Any) -> str | None:
     return why_not_triton(*(arg for arg in args if isinstance(arg, torch.Tensor)))
 
 
+def why_not_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, invariant: bool = False
+) -> str | None:
+    return "batch invariance was asked for" if invariant else why_not(x, weight, bias)
+
+
+def most_rows_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, invariant: bool = False
+) -> int | None:
+    n, k = weight.shape
+    return most_rows(n // (2 if activation else 1), k, activation=activation)
+
+
 def describe_linear(*args: Any) -> str:
-    _, weight, _, activation = args
+    _, weight, _, activation, *_ = args
     return describe(weight, activation)
+
+
+def describe_product(*args: Any) -> str:
+    """The size of a product, where the provider says the rest."""
+    _, weight, _, activation, *_ = args
+    return f"{weight.shape[0]}x{weight.shape[1]}{' ' + activation if activation else ''}"
 
 
 def describe_norm_linear(*args: Any) -> str:
@@ -42,8 +61,14 @@ def describe(weight: torch.Tensor, activation: str, *, splittable: bool = False)
     return f"{rows}x{k}{' ' + activation if activation else ''} to {most} rows"
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, invariant: bool = False) -> torch.Tensor:
+    """By our kernels: of one row by that without matrix units."""
     return _product(rows_of(x), weight, Surroundings(bias=bias, activation=activation))
+
+
+def cublas(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, invariant: bool = False) -> torch.Tensor:
+    result = F.linear(x, weight, bias)
+    return launches.activate(result, activation, programmatic=is_programmatic(x)) if activation else result
 
 
 def norm_linear(
@@ -88,5 +113,4 @@ def _product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, *, spl
         return launches.product(x, weight, around, tiles)
     assert around.norm_weight is None, "one row always has tiles"
     assert around.residual is None, "one row always has tiles"
-    result = F.linear(x, weight, around.bias)
-    return launches.activate(result, around.activation, programmatic=programmatic) if around.activation else result
+    return cublas(x, weight, around.bias, around.activation)

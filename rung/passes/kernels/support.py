@@ -60,6 +60,11 @@ def _why_not_device(device: torch.device) -> str | None:
     return None
 
 
+def runs_triton(x: torch.Tensor) -> bool:
+    """Whether Triton kernels run over x: on a device, or in Triton's interpreter."""
+    return importlib.util.find_spec("triton") is not None and (x.device.type == "cuda" or triton_interpreted())
+
+
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """x [rows, k] with the elements of a row side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()

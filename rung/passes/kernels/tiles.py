@@ -6,7 +6,7 @@ latency, and want short loops and many programs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rung.passes.kernels.launches import Tiles
 
@@ -47,43 +47,75 @@ _HEAD: _Table = (
     ("plain", 16, Tiles(block_m=16, block_n=32, block_k=128, num_warps=2, num_stages=6, prefetch=-1)),
     ("plain", 64, Tiles(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=4, prefetch=256)),
 )
+# e4m3 by e4m3, but for one row, which stays in bf16.
+_LARGE_FP8: _Table = (
+    ("plain", 1, Tiles(block_m=1, block_n=8, block_k=1024, num_warps=4, num_stages=3, prefetch=1024)),
+    ("gated", 1, Tiles(block_m=1, block_n=16, block_k=256, num_warps=4, num_stages=3, prefetch=0)),
+    ("plain", 16, Tiles(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=6, prefetch=256, swap=True)),
+    ("split", 16, Tiles(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=6, prefetch=1024, splits=2, swap=True)),
+    ("gated", 16, Tiles(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4, prefetch=1024)),
+    ("plain", 64, Tiles(block_m=64, block_n=64, block_k=256, num_warps=4, num_stages=6, prefetch=256, swap=True)),
+    ("split", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4)),
+    ("split", 256, Tiles(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=6, prefetch=0)),
+    ("gated", 64, Tiles(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=4, prefetch=256)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """What a product multiplies, beside bf16 by bf16."""
+
+    weights: bool = False  # e4m3
+    rows: bool = False  # e4m3, where there are more than one
+    squares: bool = False  # a scale for each square of weights
+
+
+BF16 = Dtypes()
 
 
 def tiles_for(
-    rows: int, n: int, k: int, *, activation: str = "", splittable: bool = False, programmatic: bool = True, fp8: bool = False
+    rows: int, n: int, k: int, *, activation: str = "", splittable: bool = False, programmatic: bool = True, fp8: Dtypes = BF16
 ) -> Tiles | None:
     """The tiles for a product [rows, k] x [n, k] (n outputs, of which an activation needs two each), or None: cuBLAS.
 
-    `splittable` allows parts to be left for the kernel behind it to sum; `programmatic` allows programmatic launches; `fp8`: the weights
-    are e4m3."""
+    `splittable` allows parts to be left for the kernel behind it to sum; `programmatic` allows programmatic launches."""
     for most, tiles in _fitting(n, k, activation, splittable and rows > 1, fp8):
         if rows <= most:
-            tiles = _for_fp8(tiles) if fp8 else tiles
             return tiles if programmatic else replace(tiles, prefetch=-1)
     return None
 
 
 def row_cases(maximum: int) -> tuple[int, ...]:
     """Numbers of rows up to `maximum` that, for a product of any size, together take all the kernels that any number up to it can take."""
-    ends = {most for table in (_SMALL, _LARGE, _HEAD) for _, most, _ in table}
+    ends = {most for table in (_SMALL, _LARGE, _HEAD, _LARGE_FP8) for _, most, _ in table}
     return tuple(sorted({end for end in ends if end < maximum} | {maximum}))
 
 
-def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False, fp8: bool = False) -> int:
+def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16) -> int:
     """The largest number of rows that has tiles."""
     return max(most for most, _ in _fitting(n, k, activation, splittable, fp8))
 
 
 def _for_fp8(tiles: Tiles) -> Tiles:
-    """Not measured yet: the same bytes on their way as the tiles for bf16 have, where the matrix units do not bound the length of k; these
-    take at most one square of scales at a time. Weights are converted in registers, where only the left side can stay."""
+    """Not measured: the same bytes on their way as the tiles for bf16 have, where the matrix units do not bound the length of k. Weights
+    are converted in registers, where only the left side can stay."""
     prefetch = 2 * tiles.prefetch if tiles.prefetch > 0 else tiles.prefetch
     block_k = 2 * tiles.block_k if tiles.block_m == 1 else min(tiles.block_k, 128)
     return replace(tiles, prefetch=prefetch, block_k=block_k, swap=tiles.swap or (tiles.block_m > 1 and tiles.block_n >= 64))
 
 
-def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: bool) -> list[tuple[int, Tiles]]:
-    nbytes = (1 if fp8 else 2) * n * k * (2 if activation else 1)
+def _within_squares(tiles: Tiles) -> Tiles:
+    """A step over k takes at most one square of scales."""
+    return tiles if tiles.block_m == 1 else replace(tiles, block_k=min(tiles.block_k, 128))
+
+
+def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> list[tuple[int, Tiles]]:
+    nbytes = (1 if fp8.weights else 2) * n * k * (2 if activation else 1)
     table = _SMALL if nbytes <= _SMALL_BYTES else _HEAD if n >= _MANY_COLUMNS and not activation else _LARGE
+    if fp8.weights:
+        large = table is _LARGE and fp8.rows
+        table = _LARGE_FP8 if large else tuple((kind, most, _for_fp8(tiles)) for kind, most, tiles in table)
+    if fp8.squares:
+        table = tuple((kind, most, _within_squares(tiles)) for kind, most, tiles in table)
     kinds = ("gated",) if activation else ("split", "plain") if splittable else ("plain",)
     return next(found for kind in kinds if (found := [(most, tiles) for name, most, tiles in table if name == kind]))

@@ -12,8 +12,8 @@ from rung.runner.ops.triton_ops import TritonStepOps
 __all__ = ["StepOps", "TorchStepOps", "TritonStepOps", "default_ops"]
 
 
-def default_ops(device: torch.device) -> tuple[StepOps, str]:
+def default_ops(device: torch.device, *, batch_invariant: bool = False) -> tuple[StepOps, str]:
     """The operations for `device` and why they were chosen: Triton on CUDA when it is installed, else torch."""
     reason = why_no_triton(device) if device.type == "cuda" else "the step's Triton kernels are for CUDA devices"
-    ops: StepOps = TritonStepOps() if reason is None else TorchStepOps()
+    ops: StepOps = TritonStepOps(batch_invariant=batch_invariant) if reason is None else TorchStepOps()
     return ops, ops.name if reason is None else f"{ops.name}: {reason}"

@@ -6,7 +6,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from rung.runner.pinned import shared_tensor
 
 if TYPE_CHECKING:
     from rung.runner.block_table import BlockTable
@@ -32,13 +36,16 @@ class DecodeState:
     enabled: torch.Tensor  # int32 [1]; 0: the graph ends with the logits, somebody else samples and advances
     step: torch.Tensor  # int64 [1], replays so far
     history: torch.Tensor  # int64 [H, R], in row `step % H` the token of each batch row, -1 where none was sampled, below where it failed
+    history_np: npt.NDArray[np.int64] | None  # the history as the host sees it, None where only a copy would do
 
     @classmethod
     def allocate(cls, num_steps: int, max_num_requests: int, device: torch.device) -> DecodeState:
+        history, history_np = shared_tensor((num_steps, max_num_requests), torch.int64, device)
         return cls(
             enabled=torch.ones(1, dtype=torch.int32, device=device),
             step=torch.full((1,), -1, dtype=torch.int64, device=device),
-            history=torch.full((num_steps, max_num_requests), -1, dtype=torch.int64, device=device),
+            history=history.fill_(-1),
+            history_np=history_np,
         )
 
 

@@ -29,6 +29,7 @@ APPLY_BITMASK = TritonLauncher("rung.runner.ops.triton_bitmask_kernels", "bitmas
 
 _WORDS = 32  # words of a grammar mask a program
 _BLOCK = 128  # rows a program; also columns, where rows are wide
+_BLOCK_OF_ANY_ROW = 2048  # tokens that a filter reads at once, where the number of rows must not decide it
 
 
 def _grid(count: int) -> tuple[int, int, int]:
@@ -44,6 +45,10 @@ class TritonStepOps(StepOps):
     has_kernels: ClassVar[bool] = True
     decode = TritonDecodeOps()
     sampling = TritonSampleOps()
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        if batch_invariant:  # the tiles of a row decide in which order its probabilities are summed
+            self.sampling = TritonSampleOps(block=_BLOCK_OF_ANY_ROW, num_warps=8)
 
     def scatter(self, target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
         assert target.is_contiguous()

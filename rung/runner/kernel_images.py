@@ -1,8 +1,13 @@
-"""The images of our own kernels for a runner that this process cannot run: its start-up on tensors without memory."""
+"""The images of our own kernels for a runner, found without a device: its start-up on tensors without memory.
+
+For `rung precompile`, which has no device, and for a cold start, which builds all images at once instead of each at its first launch.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +19,15 @@ from rung.attention.backends.triton_paged import TritonPaged, zero_padded_rows_t
 from rung.compile.compiled import CompiledFunction
 from rung.counters import Counters
 from rung.graphs import Dispatch, GraphMode
-from rung.launch import rehearse_launches
-from rung.runner import RunnerConfig
-from rung.runner.build import planned_descriptors
+from rung.launch import Rehearsal, rehearse_launches
+from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodePlan
 from rung.runner.forward import EagerForward
 from rung.runner.model_runner import ModelRunner
 from rung.runner.ops import default_ops
 from rung.runner.profile import PROFILE_BLOCKS
 from rung.runner.rehearsal import rehearse
+from rung.runner.step_trace import planned_descriptors
 from rung.runner.transfer import HostToDevice
 
 
@@ -41,17 +46,24 @@ class NoTransfer(HostToDevice):
         return torch.empty(source.shape, dtype=torch.from_numpy(source).dtype, device=self.device)
 
 
-def build_kernels(
-    module: nn.Module, compiled: CompiledFunction, configs: Sequence[RunnerConfig], capability: int, *, threads: int = 1
-) -> tuple[int, int]:
-    """(compiled, found in the store): the images that runners of these configurations launch, with Triton's attention and beside
-    FlashAttention's. `module` and the weights of `compiled` have no memory, and `compiled` cannot run after this."""
-    compiled.wrap_pieces(torch_compat.memoryless)
-    compiled.rebind({compiled.plan.inputs[number].local: module for number in compiled.weights})
+def shadow_of(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of `module` whose parameters and buffers have no memory. Attention layers must not be bound to a cache."""
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    shadow = copy.deepcopy(module, dict(tensors))  # the copy shares them, until they are replaced
+    torch_compat.without_memory(shadow, (), device)
+    return shadow
+
+
+def find_kernels(module: nn.Module, compiled: CompiledFunction, configs: Sequence[RunnerConfig], capability: int) -> Rehearsal:
+    """What runners of these configurations launch, with Triton's attention and beside FlashAttention's. The tensors of `module`, which
+    `compiled` was compiled for, have no memory (see `shadow_of`); `compiled` stays as it is."""
+    owner = {compiled.plan.inputs[number].local: module for number in compiled.weights}
+    pieces = compiled.pieces_through(torch_compat.memoryless)
+    quiet = CompiledFunction(compiled.plan, pieces, owner)
     with torch_compat.fake_mode_of(module), torch.no_grad(), rehearse_launches(capability) as rehearsal:
         for config in configs:
-            _rehearse(module, compiled, config)
-    return rehearsal.build(threads)
+            _rehearse(module, quiet, config)
+    return rehearsal
 
 
 def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfig) -> None:
@@ -59,9 +71,9 @@ def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfi
     runner = ModelRunner(
         module,
         config,
-        backend=TritonPaged,
+        backend=partial(TritonPaged, batch_invariant=config.batch_invariant),
         forward=EagerForward(compiled),
-        ops=default_ops(device)[0],
+        ops=default_ops(device, batch_invariant=config.batch_invariant)[0],
         num_blocks=PROFILE_BLOCKS,
         transfer=NoTransfer(device),
     )

@@ -1,0 +1,23 @@
+"""The processes in which Inductor compiles its kernels. They run from its import on, and have torch and Triton loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+def compile_workers() -> Callable[..., Future[Any]] | None:
+    """`submit(function, *arguments)` to Inductor's workers, None where it was not imported or compiles in this process
+    (`compile_threads` 1). torch ends the workers with this process, also when it is killed.
+
+    Can go when torch offers its pool, or a start without Inductor has images to compile."""
+    if "torch._inductor.async_compile" not in sys.modules:
+        return None
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    if get_compile_threads() <= 1:
+        return None
+    submit: Callable[..., Future[Any]] = AsyncCompile.process_pool().submit
+    return submit

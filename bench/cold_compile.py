@@ -173,18 +173,29 @@ def copying(module: Any) -> Any:
     """A forward context in which attention copies its queries."""
     from types import SimpleNamespace
 
-    from rung.attention import attention_layers
+    import torch
+
+    from rung.attention import AttentionBackend, KVCache, attention_layers
     from rung.context import ForwardContext
 
-    backend = SimpleNamespace(
-        write_kv=lambda key, value, cache, slots: None,
-        rotate_and_write=lambda query, key, value, rotation, rotated, cache, slots: rotated.copy_(query),
-        forward=lambda query, cache, out, metadata: out.copy_(query),
-        forward_given_keys=lambda query, key, value, cache, out, metadata: out.copy_(query),
-    )
+    class Copying(AttentionBackend):
+        @classmethod
+        def why_not(cls, *arguments: Any) -> str | None:
+            return None
+
+        def write_kv(self, *arguments: Any) -> None:
+            return None
+
+        def rotate_and_write(self, query: Any, key: Any, value: Any, rotation: Any, rotated: Any, *others: Any) -> None:
+            rotated.copy_(query)
+
+        def forward(self, query: Any, cache: Any, out: Any, metadata: Any) -> None:
+            out.copy_(query)
+
     layers = attention_layers(module)
+    nothing = torch.empty(1, 16, 1, 1, device=next(module.parameters()).device)
     for layer in layers.values():
-        layer.bind(backend, SimpleNamespace())  # type: ignore[arg-type]
+        layer.bind(Copying(layer.spec), KVCache(nothing, nothing))
     metadata = dict.fromkeys(layers, SimpleNamespace(slot_mapping=None))
     return ForwardContext(attention_layers=layers, attention_metadata=metadata)
 

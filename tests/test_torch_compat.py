@@ -153,3 +153,19 @@ def test_scaled_mm_pads_rows_whose_scales_belong_to_groups(rows: int, monkeypatc
     found = torch_compat.scaled_mm(x, scale, weight, weight_scale, None, torch.float32)
     wanted = (x.float() * scale.repeat_interleave(128, 1)) @ (weight.float() * weight_scale.repeat_interleave(128, 1)).t()
     torch.testing.assert_close(found, wanted)
+
+
+def test_products_of_three_dimensional_rows_are_propagated() -> None:
+    """As unmodified models have them; torch 2.11 asked for the number of elements of a symbolic tensor on a device."""
+    fresh = torch_compat.FreshSymbols(hinted=True)
+
+    class Product(torch.nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, weight)
+
+    graph, rows = torch.fx.symbolic_trace(Product()), fresh.symbol("s0")
+    with fresh.mode:
+        inputs = torch.empty(1, rows, 16, device="cuda"), torch.empty(8, 16, device="cuda")
+    fresh.propagate(graph, inputs)
+    found = next(node.meta["example_value"] for node in graph.graph.nodes if node.op == "call_function")
+    assert (found.dim(), found.shape[2]) == (3, 8)

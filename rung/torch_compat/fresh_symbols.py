@@ -116,5 +116,8 @@ class FreshSymbols:
                     n.meta["example_value"] = value
                 return value
 
-        with self.mode, torch.no_grad():
+        from torch._dispatch.python import enable_python_dispatcher
+
+        # without Python's decompositions a product of three-dimensional rows asks a symbolic tensor for its number of elements (torch 2.11)
+        with self.mode, enable_python_dispatcher(), torch.no_grad():
             Propagate(graph_module).run(*inputs)

@@ -18,7 +18,7 @@ from rung.compile.whole import AttentionQuant, RopeKVWrite, WholeReport, run_who
 from rung.config import CompileConfig
 from rung.context import set_forward_context
 from rung.errors import PatternError
-from rung.models import quantize_fp8
+from rung.models import quantize_fp8, random_model
 from rung.models.hf import FlatModel
 from rung.passes.ir import fp8_quant_static
 from rung.passes.ir.fp8 import E4M3
@@ -100,6 +100,14 @@ def test_rotation_and_write_are_one_in_a_layer(architecture: str, norms: bool) -
     assert [call.target for step in steps for call in step.calls] == ["rung::rotate_and_write", "rung::attention"]
     (write,) = (call for step in steps for call in step.calls if "write" in call.target)
     assert (write.args[7] != {"constant": None}) is norms  # the norm over each head went with it
+
+
+def test_what_is_written_so_is_reported_as_fused() -> None:
+    model = random_model("tiny")
+    bind_dense(model, LENGTH)
+    found = traced(model)  # type: ignore[arg-type]
+    report = run_whole(found.graph_module.graph, attention_layers(model), CompileConfig())
+    assert report.passes["rope_kv_write"] == {"rope_kv_write": 0, "already fused": 3}
 
 
 def test_a_rotation_of_another_form_is_a_near_miss() -> None:

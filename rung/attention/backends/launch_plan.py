@@ -42,8 +42,9 @@ def plan_launch(
     `bench.attention_sweep`.
 
     Decode reads each key once for one group of heads and is bound by the bytes in flight, so programs share a multiprocessor: where there
-    are fewer than two, the keys are split; where all fit at once in a smaller size, they are smaller. Prefill is bound by the matrix
-    units and what waits for them: one program of 128 rows, or two of 64 where a tile is one page."""
+    are fewer than two, the keys are split; where all fit at once in a smaller size, they are smaller, and where many wait for a place, as
+    small as can be. Prefill is bound by the matrix units and what waits for them: one program of 128 rows, or two of 64 where a tile is one
+    page."""
     group = spec.num_heads // spec.num_kv_heads
     columns = padded(spec.head_size)
     rows = max_query_len * group
@@ -64,6 +65,8 @@ def plan_launch(
     room = 2 * processors * max(1, 128 // columns)  # programs that keep the memory busy
     if block_m == 16 and room < programs <= 4 * room:
         block_n, num_warps = 32, 2
+    elif block_m == 16 and programs > room and columns <= 128 and element_size == 2:
+        block_n, num_warps, num_stages = 16, 1, 4
     block_n = max(16, min(block_n, 8192 // columns) * 2 // element_size)
     reach = max_seq_len if spec.sliding_window is None else min(max_seq_len, spec.sliding_window + block_q)
     splits = max(1, min(room // programs, -(-reach // _KEYS_A_SPLIT), MAX_SPLITS))

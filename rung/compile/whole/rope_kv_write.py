@@ -81,19 +81,22 @@ class RopeKVWrite:
                 raise PatternError("rotate_and_write differs from rotation and write", hint="mend AttentionBackend.rotate_and_write")
 
     def run(self, whole: WholeGraph) -> PassOutcome:
-        matched, misses = 0, []
+        matched, misses, fused = 0, [], 0
         for node in list(whole.graph.nodes):
             if op_name(node) == "rung::attention" and (write := arguments(node)["written"]) is not None:
+                if op_name(write) == "rung::rotate_and_write":
+                    fused += 1
+                    continue
                 found = self._one(whole.graph, node, write)
                 matched += found is None
                 misses += [] if found is None else [found]
-        return PassOutcome({self.name: matched}, tuple(misses))
+        return PassOutcome({self.name: matched} | ({"already fused": fused} if fused else {}), tuple(misses))
 
     def _one(self, graph: fx.Graph, attention: fx.Node, write: fx.Node) -> NearMiss | None:
         """Replace, or say why not."""
         given = arguments(attention)
         if op_name(write) != "rung::kv_cache_write" or not given["fresh"]:
-            return None if op_name(write) == "rung::rotate_and_write" else miss(self.name, attention, 1, _PARTS, "it reads no fresh keys")
+            return miss(self.name, attention, 1, _PARTS, "it reads no fresh keys")
         query, key = _rotation(given["query"]), _rotation(given["key"])
         if isinstance(query, str) or isinstance(key, str):
             parts = 2 + sum(isinstance(side, _Rotated) for side in (query, key))

@@ -66,7 +66,7 @@ def why_not_linear(
 
 
 def describe_linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, *_: Any) -> str:
-    return "weights alone" if x_scale is None else f"{weight.shape[0]}x{weight.shape[1]} {_many(weight, weight_scale)}"
+    return "weights alone" if x_scale is None else _describe(weight, weight_scale, "")
 
 
 def linear(

@@ -15,7 +15,8 @@ from enum import StrEnum
 
 
 class Count(StrEnum):
-    """What is counted. Steps by mode and reason are counted beside these, as `step.<mode>.<reason>`."""
+    """What is counted. Steps by mode and reason are counted beside these, as `step.<mode>.<reason>`,
+    loads of pieces that Inductor's loader made as `stock_load.<reason>`."""
 
     DYNAMO_TRACES = "dynamo_traces"
     INDUCTOR_COMPILES = "inductor_compiles"
@@ -31,6 +32,8 @@ class Count(StrEnum):
     LOCK_WAITS = "lock_waits"  # times that another process (or thread) was building the same
     EVICTIONS = "evictions"  # entries that made room in the store
     ARTIFACT_LOADS = "artifact_loads"
+    PROGRAM_LOADS = "program_loads"  # of them, those that our own loader ran; the others are counted as `stock_load.<reason>`
+    KERNEL_TUNINGS = "kernel_tunings"  # generated kernels whose configurations were measured
     ARTIFACT_WRITES = "artifact_writes"
     GUARD_RETRACES = "guard_retraces"  # traces made because something that an earlier one has read was changed
     UNFORESEEN_KERNELS = "unforeseen_kernels"  # starts that could not tell which kernels they need, and built them one by one

@@ -11,7 +11,7 @@ from rung.cli.cache_show import age, emit, entry_json, layers_json, show_table, 
 from rung.cli.command import EXIT_BUG, Command, CommandGroup
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-KINDS = ("plans", "pieces", "kernels", "kernel-parameters")
+KINDS = ("plans", "pieces", "kernels", "kernel-parameters", "choices")
 
 
 @click.group(cls=CommandGroup)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,19 @@ def export(file: Path, keys: tuple[str, ...], kinds: tuple[str, ...], as_json: b
     store = current_store()
     chosen = [find_entry(store, key)[1] for key in keys] or [found for _, found in store.manifests() if not kinds or found.kind in kinds]
     _say(export_bundle(store, file, chosen), f"written to {file}", as_json)
+
+
+@cache.command(cls=Command)
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+def tuning(file: Path) -> None:
+    """Write the choices that were measured on devices to FILE, as JSON for `rung precompile --tuning`."""
+    from rung.cli.files import check_writable, write_text
+    from rung.launch.tuning_file import tuning_of
+
+    check_writable(file, "FILE")
+    found = tuning_of(current_store())
+    write_text(file, json.dumps(found, indent=1) + "\n", "FILE")
+    click.echo(f"{len(found['choices'])} choices written to {file}")
 
 
 @cache.command("import", cls=Command)

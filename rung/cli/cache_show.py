@@ -69,6 +69,8 @@ def show_manifest(manifest: Manifest) -> None:
     show_table(f"{manifest.kind}/{manifest.key}", ("factor", "value"), rows)
     seconds = ", ".join(f"{name} {value:.2f} s" for name, value in manifest.seconds.items())
     click.echo(f"{manifest.title or '-'}; made {age(manifest.created)}{f' in {seconds}' if seconds else ''}")
+    if why := manifest.data.get("stock_only"):
+        click.echo(f"only Inductor's loader can run it ({why})")
     click.echo(f"blobs: {', '.join(manifest.blobs) or 'none'}")
 
 

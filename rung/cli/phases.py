@@ -32,7 +32,7 @@ class Phases:
             "trace": ("trace",),
             "compile": ("keys", "rows", "split", "compile", "save"),
             "check": ("build kernels", "compare once"),
-            "load artifacts": ("load",),
+            "load artifacts": ("read plan", "read and verify", "load pieces", "bind"),
         }
         for row, names in rows.items():
             self.add(row, sum(seconds.get(name, 0.0) for name in names))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -38,6 +38,7 @@ def _ranges(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option(
     "--requests", metavar="N,N,...", callback=integers, help="Request slots of runners whose kernels are built for a GPU; default: 16,64."
 )
+@click.option("--tuning", type=click.File(encoding="utf-8"), help="Choices measured on the devices of --target: `rung cache tuning`.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto: bfloat16 for a GPU, else float32.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 def precompile(
@@ -49,6 +50,7 @@ def precompile(
     out: Path | None,
     jobs: int,
     requests: tuple[int, ...] | None,
+    tuning: IO[str] | None,
     dtype: str,
     as_json: bool,
 ) -> None:
@@ -75,12 +77,26 @@ def precompile(
         top = open_store().top
         if top is None:
             raise ConfigError("the store is read-only or off, so nothing can be kept", hint="leave RUNG_CACHE_MODE unset, or name --out")
+        tuned = _keep_tuning(tuning, elsewhere)
         results = run_jobs(wanted, at_once=jobs)
     seconds = time.perf_counter() - start
     if as_json:
-        return emit({"store": str(top.root), "seconds": seconds, "results": results})
+        return emit({"store": str(top.root), "seconds": seconds, "tuned_kernels": tuned, "results": results})
     _show(results)
     click.echo(f"{seconds:.1f} s; the store is {top.root}", err=True)
+
+
+def _keep_tuning(tuning: IO[str] | None, places: list[str]) -> int:
+    """Put what the file says of the devices to be built for into the store; returns how many choices."""
+    if tuning is None:
+        return 0
+    from rung.cache import open_store
+    from rung.cli.files import read_text
+    from rung.launch.tuning_file import keep_tuning, read_tuning
+    from rung.torch_compat import GPUS
+
+    choices = read_tuning(read_text(tuning, "--tuning"), f"--tuning: {tuning.name}")
+    return sum(keep_tuning(open_store(), choices, GPUS[place].name) for place in dict.fromkeys(places))
 
 
 def _show(results: list[dict[str, Any]]) -> None:
@@ -95,8 +111,9 @@ def _show(results: list[dict[str, Any]]) -> None:
             result["hit_kernels"],
             f"{result['seconds']:.1f} s",
             f"{result['saved_seconds']:.1f} s",
+            "yes" if result["run_on_device"] else "no",
         )
         for result in results
     ]
-    columns = ("what", "store", "pieces", "unique", "of them stored", "kernels", "of them stored", "took", "saved")
-    show_table("", columns, rows, numbers=columns[2:])
+    columns = ("what", "store", "pieces", "unique", "of them stored", "kernels", "of them stored", "took", "saved", "run on one")
+    show_table("", columns, rows, numbers=columns[2:-1])

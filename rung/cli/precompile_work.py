@@ -113,4 +113,5 @@ def _result(job: Job, what: str, report: CompileReport, kernels: _Kernels, secon
         "hit_kernels": kernels[1],
         "seconds": seconds,
         "saved_seconds": report.saved_seconds,
+        "run_on_device": job.place == "native" or torch_compat.GPUS[job.place].measured,  # artifacts of this build, on such a device
     }

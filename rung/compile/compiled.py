@@ -24,7 +24,7 @@ class CompiledFunction:
 
     def __init__(self, plan: CompilePlan, pieces: Sequence[StepCall], owner: Mapping[str, Any], piece_sources: Sequence[str] = ()) -> None:
         self.plan = plan
-        self.piece_sources = tuple(piece_sources)  # what Inductor generated for each unique piece
+        self.piece_sources = piece_sources  # what Inductor generated for each unique piece
         self._pieces = tuple(pieces)
         # Graphs see breaks in parts: what can be captured in every mode joins the pieces beside it.
         self._walk = [part for step in plan.steps for part in ((step,) if step.piece is not None else parts(step))]

@@ -19,20 +19,20 @@ from rung import torch_compat
 from rung.attention import SPLIT_OPS
 from rung.cache import Factors, Store, key_of
 from rung.compile.auto_break import trace_with_breaks
-from rung.compile.bound import StepCall
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
 from rung.compile.garbage import without_collections
 from rung.compile.guards import Roots
+from rung.compile.load import load_plan
 from rung.compile.paths import Path
-from rung.compile.piece_compiler import MISS_HINT, PieceBlob, PieceCompiler
+from rung.compile.piece_compiler import MISS_HINT, PieceCompiler, StoredPiece
 from rung.compile.plan import CompilePlan, TensorSpec
 from rung.compile.plan_key import entry_name, plan_factors
 from rung.compile.progress import piece_progress
 from rung.compile.report import CompileReport
 from rung.compile.rows import Verdicts, output_dims, prove_rows
-from rung.compile.selfcheck import cases_of, check_pieces, load_piece
+from rung.compile.selfcheck import cases_of, check_pieces
 from rung.compile.signature import self_name
 from rung.compile.size_variants import SizeVariants, Source
 from rung.compile.sizes import SizeRange
@@ -67,17 +67,17 @@ class Driver:
         `tensors` are the tensor arguments, `dims` the dynamic dimensions as argument -> {dim: name}."""
         report = CompileReport(title=entry_name(function).rpartition(":")[2])
         owner = _owner(function)
-        with report.clock("import Dynamo"), torch_compat.quiet_compiler():
-            torch_compat.import_keys()
+        device = _device(tensors, getattr(function, "__self__", None))
         with report.clock("keys"):
-            code = self.pieces.factors(_device(tensors, getattr(function, "__self__", None)))
+            code = self.pieces.factors(device)
             factors, opaque = plan_factors(function, locals_, tensors, dims, self.config, code)
-        report.plan_key = key_of(factors.values())
+            report.plan_key = key_of(factors.values())
         report.dump = Dump.of(entry_name(function), report.plan_key)
         roots = Roots(function)
         blobs: dict[str, bytes] = {}
         made: Source | None = None
-        plan = None if opaque else self._find_plan(report, tensors, factors, roots)
+        with report.clock("read plan"):
+            plan = None if opaque else self._find_plan(report, tensors, factors, roots)
         if plan is None:
             with self.store.lock("plans", report.plan_key) as again:
                 plan = self._find_plan(report, tensors, factors, roots) if again and not opaque else None
@@ -90,14 +90,14 @@ class Driver:
             self.store.log("hit", "plans", report.plan_key)
             report.source = "loaded"
         try:
-            compiled = self._load(plan, blobs, owner, report)
+            compiled = self._load(plan, blobs, owner, report, device)
         except ArtifactError as error:
             if report.source == "compiled":
                 raise
             warnings.warn(f"a stored artifact could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
             report.reason = error.message
             plan, blobs, made = self._build(function, locals_, tensors, dims, report, factors, keep=True)
-            compiled = self._load(plan, blobs, owner, report)
+            compiled = self._load(plan, blobs, owner, report, device)
         if self.config.variants:
             ranges = [SizeRange.of(given) for given in self.config.variants]
             retraced = functools.partial(self._trace_again, function, locals_, dims, plan, report)
@@ -160,13 +160,15 @@ class Driver:
             whole = run_whole(traced.graph_module.graph, layers_of(Roots(function)), self.config)
             graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         device = _device(tensors, getattr(function, "__self__", None))
-        pieces, blobs, bound = self._compile_pieces(graph, traced, device, report, dump, whole)
+        stored = self._compile_pieces(graph, traced, device, report, dump, whole)
+        blobs = _blobs(stored)
+        bound = min((piece.bound for piece in stored if piece.bound is not None), default=None)
         plan = CompilePlan(
             entry=entry,
             inputs=traced.inputs,
             tensors=tuple((path, self._spec(path, tensor, dims, traced)) for path, tensor in tensors),
             bounds={name: bound if given is None else given for name, given in traced.bounds.items()},
-            pieces=pieces,
+            pieces=_pieces(graph, stored),
             steps=graph.steps,
             outputs=graph.outputs,
             template=traced.template,
@@ -181,11 +183,11 @@ class Driver:
         )
         if traced.guards.unknown:
             report.reason = f"not cacheable: the trace depends on {traced.guards.unknown[0]}, which cannot be checked in another process"
-        elif keep and not any(digest.startswith("unsaved") for _, digest in pieces):
+        elif keep and all(piece.saved for piece in stored):
             with report.clock("save"):
                 seconds = {**report.seconds, "compile": report.piece_seconds}
-                self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes))
-        check_pieces(cases_of(graph, plan, [blobs[digest] for _, digest in pieces], _owner(function)), report, self.counters)
+                self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes, blobs))
+        check_pieces(cases_of(graph, plan, stored, _owner(function)), report, self.counters)
         return plan, blobs, (graph, traced)
 
     def _trace_again(
@@ -226,11 +228,11 @@ class Driver:
         placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
         device = next((v.device for n in placeholders if isinstance(v := n.meta["example_value"], torch.Tensor)), torch.device("cpu"))
         graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
-        pieces, blobs, _ = self._compile_pieces(graph, traced, device, report, dump)
-        plan = CompilePlan("", traced.inputs, (), {}, pieces, graph.steps, graph.outputs, traced.template, ())
-        check_pieces(cases_of(graph, plan, [blobs[digest] for _, digest in pieces], {}), report, self.counters)
+        stored = self._compile_pieces(graph, traced, device, report, dump)
+        plan = CompilePlan("", traced.inputs, (), {}, _pieces(graph, stored), graph.steps, graph.outputs, traced.template, ())
+        check_pieces(cases_of(graph, plan, stored, {}), report, self.counters)
         graph.forget()
-        return self._load(plan, blobs, {}, report)
+        return self._load(plan, _blobs(stored), {}, report, device)
 
     def _compile_pieces(
         self,
@@ -240,12 +242,12 @@ class Driver:
         report: CompileReport,
         dump: Dump,
         whole: WholeReport | None = None,
-    ) -> tuple[tuple[tuple[str, str], ...], dict[str, bytes], int | None]:
-        """(key, digest) of the unique pieces, their bytes by digest, and the bound of sizes without a maximum."""
+    ) -> list[StoredPiece]:
+        """The unique pieces, from the store or from Inductor."""
         self.counters.add(Count.PIECES, sum(step.piece is not None for step in graph.steps))
         self.counters.add(Count.UNIQUE_PIECES, len(graph.pieces))
         code = self.pieces.factors(device)
-        compiled: list[PieceBlob] = []
+        compiled: list[StoredPiece] = []
         with report.clock("compile"), piece_progress(report.title, len(graph.pieces), wanted=self.config.progress) as advance:
             for index, piece in enumerate(graph.pieces):
                 compiled.append(self.pieces.blob(index, piece, traced, code, report, dump))
@@ -253,28 +255,26 @@ class Driver:
         uses = [sum(step.piece == index for step in graph.steps) for index in range(len(graph.pieces))]
         reports = [*zip(report.passes, uses, strict=True), *([] if whole is None else [(whole.passes, 1)])]
         check_expectations(self.config.expect, reports)
-        pieces = tuple((piece.key, blob.digest) for piece, blob in zip(graph.pieces, compiled, strict=True))
-        bound = min((blob.bound for blob in compiled if blob.bound is not None), default=None)
-        return pieces, {blob.digest: blob.data for blob in compiled}, bound
+        return compiled
 
     def _spec(self, path: Path, tensor: torch.Tensor, dims: DynamicDims, traced: TracedGraph) -> TensorSpec:
         named = {dim: traced.unified.get(name, name) for dim, name in dims.get(path.dotted(), {}).items()}
         shape = tuple(named[dim] if named.get(dim) in traced.bounds else extent for dim, extent in enumerate(tensor.shape))
         return TensorSpec(str(tensor.dtype), tensor.device.type, shape)
 
-    # --- load ------------------------------------------------------------------------------------------------------------------------
+    def _load(
+        self, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport, device: torch.device
+    ) -> CompiledFunction:
+        with torch_compat.quiet_compiler():
+            return load_plan(plan, blobs, owner, device, self.store, self.counters, report)
 
-    def _load(self, plan: CompilePlan, blobs: Mapping[str, bytes], owner: Mapping[str, Any], report: CompileReport) -> CompiledFunction:
-        with report.clock("load"), torch_compat.quiet_compiler():
-            pieces: list[StepCall] = []
-            texts: list[str] = []
-            for _, digest in plan.pieces:
-                blob = blobs[digest] if digest in blobs else self.store.get_blob(digest)
-                call, text = load_piece(blob)
-                pieces.append(call)
-                texts.append(text)
-                self.counters.add(Count.ARTIFACT_LOADS)
-            return CompiledFunction(plan, pieces, owner, texts)
+
+def _pieces(graph: SplitGraph, stored: Sequence[StoredPiece]) -> tuple[tuple[str, str], ...]:
+    return tuple((piece.key, found.digest) for piece, found in zip(graph.pieces, stored, strict=True))
+
+
+def _blobs(stored: Sequence[StoredPiece]) -> dict[str, bytes]:
+    return {digest: data for piece in stored for digest, data in piece.blobs.items()}
 
 
 def _owner(function: Callable[..., Any]) -> dict[str, Any]:

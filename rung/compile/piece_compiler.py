@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import platform
 import time
 import warnings
@@ -15,6 +16,7 @@ import torch
 
 from rung import torch_compat
 from rung.cache import Factor, Factors, Manifest, Store, key_of
+from rung.compile.artifact import Artifact, make_artifact
 from rung.compile.dump import Dump
 from rung.compile.pieces import Piece, refuse_aliased_writes
 from rung.compile.report import CompileReport
@@ -26,7 +28,7 @@ from rung.errors import ArtifactError, CacheError, CacheMissError, CompileError
 from rung.passes import PassManager
 from rung.passes.defaults import pass_manager
 
-FORMAT = 2  # of the bytes of a piece and of its manifest
+FORMAT = 3  # of the bytes of a piece and of its manifest
 MISS_HINT = "`rung cache explain` tells more; build it with `rung precompile`, or leave out --require-hit (RUNG_REQUIRE_HIT)"
 SETTINGS = {
     # kernels choose among their few configurations at the first call, before any capture; compiling must not run them
@@ -38,7 +40,8 @@ SETTINGS = {
     "fallback_random": True,
 }
 # Independent pointwise kernels of one piece, such as the rotations of query and key, become one launch.
-CUDA_SETTINGS = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
+# A user's Triton kernels are kept as machine code as well.
+CUDA_SETTINGS = {"combo_kernels": True, "combo_kernels_pointwise_only": True, "static_launch_user_defined_triton_kernels": True}
 
 
 def settings(device_type: str) -> dict[str, Any]:
@@ -47,12 +50,18 @@ def settings(device_type: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceBlob:
-    """A serialised piece, its digest, and the largest size its code serves where no maximum was given (None: any)."""
+class StoredPiece:
+    """A compiled piece: the digest of its `Artifact`, all blobs by their digests, and the largest size that its code serves where no
+    maximum was given (None: any)."""
 
     digest: str
-    data: bytes
+    blobs: Mapping[str, bytes]
     bound: int | None
+    saved: bool = True  # whether the store has it
+
+    @property
+    def artifact(self) -> Artifact:
+        return Artifact.from_bytes(self.blobs[self.digest])
 
 
 class PieceCompiler:
@@ -87,7 +96,7 @@ class PieceCompiler:
         report: CompileReport,
         dump: Dump,
         sizes: SizeRange | None = None,
-    ) -> PieceBlob:
+    ) -> StoredPiece:
         """The artifact of a unique piece, for `sizes` of the dynamic dimension alone if they are given; `code` are the factors that change
         code. Raises `CompileError` when Inductor cannot."""
         factors = self._factors_of(piece.key, traced, code, sizes)
@@ -99,7 +108,7 @@ class PieceCompiler:
             found = self._find(key, report) if again else None
             return found or self._build(index, piece, traced, (key, factors), report, dump, sizes)
 
-    def stored(self, piece_key: str, code: Factors, sizes: SizeRange, report: CompileReport) -> PieceBlob | None:
+    def stored(self, piece_key: str, code: Factors, sizes: SizeRange, report: CompileReport) -> StoredPiece | None:
         """The artifact of a piece for `sizes`, if the store has it; no trace is needed to ask."""
         return self._find(key_of(self._factors_of(piece_key, None, code, sizes)), report)
 
@@ -111,20 +120,19 @@ class PieceCompiler:
         bounds = sorted(str(bound) for bound in traced.bounds.values())
         return {"piece": piece_key, "bounds": bounds, **code.values(code_only=True)}
 
-    def _find(self, key: str, report: CompileReport) -> PieceBlob | None:
+    def _find(self, key: str, report: CompileReport) -> StoredPiece | None:
         try:
             manifest = self.store.get("pieces", key)
             if manifest is None:
                 return None
-            (digest,) = manifest.blobs
-            blob = self.store.get_blob(digest)
+            blobs = {digest: self.store.get_blob(digest) for digest in manifest.blobs}
         except ArtifactError as error:
             warnings.warn(f"a stored piece could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
             return None
         report.passes.append(manifest.data["passes"])
         report.add_piece(manifest.seconds["compile"], hit=True)
         self.counters.add(Count.PIECE_HITS)
-        return PieceBlob(digest, blob, manifest.data["bound"])
+        return StoredPiece(manifest.blobs[0], blobs, manifest.data["bound"])
 
     def _build(
         self,
@@ -135,7 +143,7 @@ class PieceCompiler:
         report: CompileReport,
         dump: Dump,
         sizes: SizeRange | None,
-    ) -> PieceBlob:
+    ) -> StoredPiece:
         key, factors = keyed
         if self.store.require_hit:
             why = self.store.explain_miss("pieces", factors)
@@ -150,13 +158,24 @@ class PieceCompiler:
         seconds = time.perf_counter() - start
         report.passes.append(passes.as_json())
         report.add_piece(seconds, hit=False)
-        digest = self.save(lambda: self.store.put_blob(compiled))
-        if digest is None:
-            return PieceBlob(f"unsaved-{index}" + ("" if sizes is None else f"-{sizes}"), compiled, bound)
-        data = {"passes": passes.as_json(), "bound": bound}
-        manifest = Manifest(kind="pieces", key=key, factors=factors, seconds={"compile": seconds}, blobs=(digest,), data=data)
-        self.save(lambda: self.store.put(manifest))
-        return PieceBlob(digest, compiled, bound)
+        blobs: dict[str, bytes] = {}
+
+        def put(data: bytes) -> str:
+            digest = hashlib.sha256(data).hexdigest()
+            blobs[digest] = data
+            return digest
+
+        with torch_compat.quiet_compiler():
+            artifact = make_artifact(compiled, put)
+        digest = put(artifact.to_bytes())
+        stock_only = f"{artifact.reason}: {artifact.detail}" if artifact.reason else ""
+        data = {"passes": passes.as_json(), "bound": bound, "stock_only": stock_only}
+        named = (digest, *artifact.blobs)
+        manifest = Manifest(kind="pieces", key=key, factors=factors, seconds={"compile": seconds}, blobs=named, data=data)
+        saved = self.save(lambda: [self.store.put_blob(blob) for blob in blobs.values()]) is not None
+        if saved:
+            self.save(lambda: self.store.put(manifest))
+        return StoredPiece(digest, blobs, bound, saved)
 
     def _compile(
         self, piece: Piece, traced: TracedGraph, passes: PassManager, index: int, sizes: SizeRange | None = None

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 
 from rung import torch_compat
+from rung.compile.artifact import PieceLoader, stock_call
 from rung.compile.bound import StepCall
 from rung.compile.build import SplitGraph
 from rung.compile.fake_kernels import CheckedInterpreter
+from rung.compile.piece_compiler import StoredPiece
 from rung.compile.pieces import Piece
 from rung.compile.plan import CompilePlan
 from rung.compile.report import CompileReport
 from rung.compile.split import mutates
 from rung.counters import Count, Counters
-from rung.errors import ArtifactError, InternalError
-from rung.launch import Rehearsal, launch_road, rehearse_launches
+from rung.errors import InternalError
+from rung.launch import FirstConfig, Rehearsal, launch_road, rehearse_launches
 
 _log = logging.getLogger(__name__)
 SIZES = (1, 3)  # of every dynamic dimension
@@ -28,15 +30,13 @@ _RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _RELATIVE_ERROR_FP8 = 0.1
 
 
-def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any], sizes: Sequence[int] = SIZES) -> None:
-    """Raises `InternalError` when the raw entry, the wrapper and the traced graph differ at one of `sizes`.
+def check_piece(piece: Piece, stock: bytes, entry: StepCall, weights: Sequence[Any], sizes: Sequence[int] = SIZES) -> None:
+    """Raises `InternalError` when the loaded entry, Inductor's wrapper (of the serialised piece `stock`) and the traced graph differ at one
+    of `sizes`.
 
     Size 1 is checked because the code was generated for sizes from 2: there a dimension of size 1 is addressed like any other, which is
     right because its only index is 0. `weights` are the module's tensors among the inputs, None elsewhere."""
-    artifact = torch_compat.deserialize_artifact(blob)
-    raw = torch_compat.raw_callable(artifact)
-    if raw is None:
-        raise InternalError("the compiled artifact has no callable inside", hint="report the torch version")
+    artifact = torch_compat.deserialize_artifact(stock)
     nodes = list(piece.graph_module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     outputs = next(node for node in reversed(nodes) if node.op == "output").args[0]
@@ -48,31 +48,31 @@ def check_piece(piece: Piece, blob: bytes, weights: Sequence[Any], sizes: Sequen
         runs: dict[str, Callable[[], Sequence[Any]]] = {
             "graph": lambda: CheckedInterpreter(piece.graph_module).run(*_own(values, in_place)),  # noqa: B023 - called in this iteration
             "wrapper": lambda: artifact(*_own(values, in_place)),  # noqa: B023
-            "raw entry": lambda: raw(_own(values, in_place)),  # noqa: B023
+            "loaded entry": lambda: entry(_own(values, in_place)),  # noqa: B023
         }
         with torch.no_grad():
             expected = _run_seeded(runs.pop("graph"), values)
-            for entry, run in runs.items():
+            for name, run in runs.items():
                 came = _run_seeded(run, values)
                 for index, (node, want, got) in enumerate(zip(outputs, expected, came, strict=True)):
                     if not is_uninitialised(node) and not _agree(want, got, least_error):
                         raise InternalError(
-                            f"output {index} of a piece differs between its {entry} and the traced graph at size {size}",
+                            f"output {index} of a piece differs between its {name} and the traced graph at size {size}",
                             hint="report it with the files that RUNG_DUMP=<folder> writes",
                         )
 
 
-Case = tuple[Piece, bytes, Sequence[Any]]  # a piece, its artifact, the module's tensors among its inputs
+Case = tuple[Piece, StoredPiece, Sequence[Any]]  # a piece, what it was compiled to, the module's tensors among its inputs
 
 
-def cases_of(graph: SplitGraph, plan: CompilePlan, blobs: Sequence[bytes], owner: Mapping[str, Any]) -> list[Case]:
-    """The unique pieces of `graph` that can run here, with their artifacts: a build without the device can run nothing."""
+def cases_of(graph: SplitGraph, plan: CompilePlan, stored: Sequence[StoredPiece], owner: Mapping[str, Any]) -> list[Case]:
+    """The unique pieces of `graph` that can run here, with what they were compiled to: a build without the device can run nothing."""
     cases: list[Case] = []
-    for index, (piece, blob) in enumerate(zip(graph.pieces, blobs, strict=True)):
+    for index, (piece, found) in enumerate(zip(graph.pieces, stored, strict=True)):
         step = next(step for step in plan.steps if step.piece == index)
         weights = [plan.inputs[n].resolve(owner) if n < len(plan.inputs) and plan.inputs[n].local in owner else None for n in step.inputs]
         if not any(map(torch_compat.is_fake, weights)):
-            cases.append((piece, blob, weights))
+            cases.append((piece, found, weights))
     return cases
 
 
@@ -83,9 +83,12 @@ def check_pieces(cases: Sequence[Case], report: CompileReport, counters: Counter
     if device.type == "cuda" and launch_road() == "prebound":
         with report.clock("build kernels"):
             _build_kernels(cases, device, counters, sizes)
+    loader = PieceLoader(device, {digest: data for _, found, _ in cases for digest, data in found.blobs.items()}.__getitem__)
     with report.clock("compare once"):
-        for case in cases:
-            check_piece(*case, sizes)
+        for piece, found, weights in cases:
+            artifact = found.artifact
+            check_piece(piece, found.blobs[artifact.stock], loader.bind(artifact, FirstConfig())[0], weights, sizes)
+    loader.unload()
 
 
 def _build_kernels(cases: Sequence[Case], device: torch.device, counters: Counters, sizes: Sequence[int]) -> None:
@@ -104,19 +107,14 @@ def find_kernels(cases: Iterable[Case], capability: int, sizes: Sequence[int] = 
     kernel that is only noted would read garbage, perhaps as indices. Raises `CompileError` for pieces that cannot run so."""
     generator = torch.Generator().manual_seed(0)
     with torch_compat.quiet_compiler(), torch.no_grad(), rehearse_launches(capability) as rehearsal:
-        for piece, blob, weights in cases:
-            raw = torch_compat.raw_callable(torch_compat.deserialize_artifact(blob))
-            run = torch_compat.memoryless(raw or _nothing)
+        for piece, found, weights in cases:
+            run = torch_compat.memoryless(stock_call(found.blobs[found.artifact.stock]))
             placeholders = piece.graph_module.graph.find_nodes(op="placeholder")
             for size in sizes:
                 values = _values(placeholders, weights, size, generator)
                 with torch_compat.fakes_of(values) as fakes:
                     run(fakes)
     return rehearsal
-
-
-def _nothing(values: list[Any]) -> Sequence[Any]:
-    return ()
 
 
 def _values(placeholders: Sequence[torch.fx.Node], weights: Sequence[Any], size: int, generator: torch.Generator) -> list[Any]:
@@ -181,12 +179,3 @@ def _sample(value: Any, size: int, generator: torch.Generator) -> Any:
     if value.dtype.is_floating_point:
         return result.copy_(torch.randn(shape, generator=generator) * 0.5)
     return result.zero_()  # integers are mostly indices; 0 is valid for all of them
-
-
-def load_piece(blob: bytes) -> tuple[StepCall, str]:
-    """The callable of a piece (Inductor's own entry, below AOTAutograd's runtime wrapper of 7 to 11 us a call) and its source."""
-    artifact = torch_compat.deserialize_artifact(blob)
-    raw = torch_compat.raw_callable(artifact)
-    if raw is None:
-        raise ArtifactError("an artifact has no callable inside", hint="remove the folder that `rung doctor` names as the store")
-    return raw, torch_compat.artifact_source(artifact)

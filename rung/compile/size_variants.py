@@ -17,12 +17,14 @@ import torch
 
 from rung import torch_compat
 from rung.cache import Factors
+from rung.compile.artifact import Sources
 from rung.compile.build import SplitGraph
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
-from rung.compile.piece_compiler import MISS_HINT, PieceBlob, PieceCompiler
+from rung.compile.load import load_pieces
+from rung.compile.piece_compiler import MISS_HINT, PieceCompiler, StoredPiece
 from rung.compile.report import CompileReport
-from rung.compile.selfcheck import cases_of, check_pieces, load_piece
+from rung.compile.selfcheck import cases_of, check_pieces
 from rung.compile.sizes import SizeRange
 from rung.compile.trace import TracedGraph
 from rung.counters import Count, Counters
@@ -138,13 +140,14 @@ class SizeVariants:
                 for index, piece in enumerate(graph.pieces)
             ]
             ends = tuple(dict.fromkeys((state.sizes.low, min(state.sizes.high, state.sizes.low + 2))))
-            check_pieces(cases_of(graph, self.compiled.plan, [blob.data for blob in blobs], self._owner), report, self._counters, ends)
+            check_pieces(cases_of(graph, self.compiled.plan, blobs, self._owner), report, self._counters, ends)
         self._publish(state.sizes, blobs)
         state.state, state.seconds = "compiled", time.perf_counter() - start
         self._counters.add(Count.SIZE_VARIANTS)
 
-    def _publish(self, sizes: SizeRange, blobs: Sequence[PieceBlob]) -> None:
+    def _publish(self, sizes: SizeRange, blobs: Sequence[StoredPiece]) -> None:
+        data = {digest: found for blob in blobs for digest, found in blob.blobs.items()}
+        artifacts = [blob.artifact for blob in blobs]
         with torch_compat.quiet_compiler():
-            loaded = [load_piece(blob.data) for blob in blobs]
-        self._counters.add(Count.ARTIFACT_LOADS, len(loaded))
-        self.compiled.publish(sizes, [call for call, _ in loaded], self._owner, [text for _, text in loaded])
+            loaded = load_pieces(artifacts, data.__getitem__, self.compiled.device, self._pieces.store, self._counters)
+        self.compiled.publish(sizes, loaded, self._owner, Sources(artifacts, data.__getitem__))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,16 +64,18 @@ class StoredPlans:
                 return Found(plan, "", sum(data["seconds"].values()), list(data["passes"]))
         return Found(None, reason)
 
-    def keep(self, key: str, factors: Factors, plan: CompilePlan, seconds: Mapping[str, float], passes: Sequence[Any]) -> None:
-        """Raises `CacheError` when the disk refuses."""
+    def keep(
+        self, key: str, factors: Factors, plan: CompilePlan, seconds: Mapping[str, float], passes: Sequence[Any], blobs: Collection[str]
+    ) -> None:
+        """`blobs` are all that the plan's pieces need. Raises `CacheError` when the disk refuses."""
         older: list[Any] = []
         with suppress(ArtifactError):
             found = self.store.get(KIND, key)
             older = [] if found is None else found.data["plans"][: _MAX_CANDIDATES - 1]
-        plans = [{**plan.to_json(), "seconds": dict(seconds), "passes": list(passes)}, *older]
-        blobs = tuple(dict.fromkeys(digest for data in plans for _, digest in data["pieces"]))
+        plans = [{**plan.to_json(), "seconds": dict(seconds), "passes": list(passes), "blobs": list(blobs)}, *older]
+        named = tuple(dict.fromkeys(digest for data in plans for digest in data["blobs"]))
         data = {"plans": plans}
-        self.store.put(Manifest(kind=KIND, key=key, title=plan.entry, factors=factors.values(), seconds=seconds, blobs=blobs, data=data))
+        self.store.put(Manifest(kind=KIND, key=key, title=plan.entry, factors=factors.values(), seconds=seconds, blobs=named, data=data))
 
 
 def _fits(plan: CompilePlan, tensors: Sequence[tuple[Path, torch.Tensor]]) -> bool:

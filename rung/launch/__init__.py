@@ -1,25 +1,36 @@
 """Kernels without their compilers: load a cubin, pack its parameters once, launch it.
 
-`KernelImage` is a compiled kernel as bytes, `LoadedKernel` one on a device, `PreboundKernel` one with its arguments bound, and
-`TritonLauncher` runs a Triton kernel of ours that way. Nothing here imports a compiler before something is compiled.
+`KernelImage` is a compiled kernel as bytes, `LoadedKernel` one on a device, `PreboundKernel` one with its arguments bound,
+`TritonLauncher` runs a Triton kernel of ours that way, and `PieceRuntime` a compiled piece (`Program`).
+Nothing here imports a compiler before something is compiled.
 """
 
+from rung.launch.choices import Chooser, FirstConfig, MeasuredChoices
 from rung.launch.driver import CudaDriver, Driver, LaunchAttributes
 from rung.launch.image import KernelImage, Parameter, Scratch
 from rung.launch.kernel import LoadedKernel, PreboundKernel, torch_scratch
+from rung.launch.piece_runtime import PieceRuntime, run_source
+from rung.launch.program import Program, ProgramConfig, ProgramKernel
 from rung.launch.rehearsal import Built, Rehearsal, current_rehearsal, rehearse_launches
 from rung.launch.triton_export import export_triton
 from rung.launch.triton_launcher import TritonLauncher, launch_road, watched_launches
 
 __all__ = [
+    "Chooser",
     "Built",
     "CudaDriver",
     "Driver",
+    "FirstConfig",
     "KernelImage",
     "LaunchAttributes",
     "LoadedKernel",
+    "MeasuredChoices",
     "Parameter",
+    "PieceRuntime",
     "PreboundKernel",
+    "Program",
+    "ProgramConfig",
+    "ProgramKernel",
     "Rehearsal",
     "Scratch",
     "TritonLauncher",
@@ -27,6 +38,7 @@ __all__ = [
     "export_triton",
     "launch_road",
     "rehearse_launches",
+    "run_source",
     "torch_scratch",
     "watched_launches",
 ]

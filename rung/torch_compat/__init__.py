@@ -17,7 +17,7 @@ from rung.torch_compat.capture import (
     readable,
     where_fixed,
 )
-from rung.torch_compat.compiler import compile_lock, hash_compilers, import_inductor, import_keys, import_tracer, quiet_compiler
+from rung.torch_compat.compiler import compile_lock, hash_compilers, import_inductor, import_tracer, quiet_compiler
 from rung.torch_compat.dispatch import (
     OpOverload,
     TorchDispatchMode,
@@ -36,6 +36,16 @@ from rung.torch_compat.dispatch import (
     tree_leaves,
 )
 from rung.torch_compat.fresh_symbols import FreshSymbols
+from rung.torch_compat.generated_code import (
+    GeneratedCode,
+    GeneratedCodeError,
+    GeneratedConfig,
+    GeneratedKernel,
+    generated_code,
+    tensor_address_protocol,
+    wrapper_builtins,
+    wrapper_names,
+)
 from rung.torch_compat.guards import DynamoGuard, function_modes, global_hooks, has_function_modes
 from rung.torch_compat.inductor import (
     artifact_source,
@@ -77,6 +87,14 @@ from rung.torch_compat.user_code import is_user_file, place
 from rung.torch_compat.workers import compile_workers
 
 __all__ = [
+    "wrapper_names",
+    "wrapper_builtins",
+    "tensor_address_protocol",
+    "generated_code",
+    "GeneratedKernel",
+    "GeneratedConfig",
+    "GeneratedCodeError",
+    "GeneratedCode",
     "scaled_mm",
     "Capture",
     "CompiledTriton",
@@ -113,7 +131,6 @@ __all__ = [
     "graph_pass",
     "hash_compilers",
     "import_inductor",
-    "import_keys",
     "import_tracer",
     "is_capture_error",
     "is_fake",

@@ -11,11 +11,6 @@ from importlib import import_module
 compile_lock = threading.RLock()  # torch's compiler and its configuration are process-wide: one compile at a time
 
 
-def import_keys() -> None:
-    """Load what the keys of artifacts are made with; that is most of Dynamo."""
-    import_module("torch._inductor.codecache")
-
-
 def hash_compilers() -> None:
     """Begin to hash what Inductor's keys have of Triton and the device (0.3 to 0.5 s, the first piece waits for it), beside the trace:
     hashing large files holds no lock of Python's. A failure is Inductor's to report, when it asks for the same."""

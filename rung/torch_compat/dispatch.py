@@ -8,9 +8,18 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree  # public only as torch.utils._pytree
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # there is no public name
+from torch.utils._python_dispatch import TorchDispatchMode as _DispatchMode  # there is no public name
 
 OpOverload = torch._ops.OpOverload  # one overload of a registered op
+
+
+class TorchDispatchMode(_DispatchMode):
+    """The base of dispatch modes. torch wraps the method of each mode so that Dynamo does not trace it, which imports Dynamo at its first
+    call; nothing of ours is traced while a mode of ours is on."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def single_overload(target: Any) -> Any:

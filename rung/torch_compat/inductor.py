@@ -55,17 +55,17 @@ def raw_callable(artifact: Any) -> Callable[[list[Any]], Any] | None:
     """Inductor's own entry of an artifact, below AOTAutograd's runtime wrapper: takes a list (which it clears), returns a sequence.
 
     Found by a walk over closures. None when the walk finds nothing: the caller then calls the artifact itself."""
-    graph = _compiled_graph(artifact)
+    graph = compiled_graph(artifact)
     return None if graph is None else graph.current_callable
 
 
 def artifact_source(artifact: Any) -> str:
     """The source that Inductor generated, or an empty text."""
-    graph = _compiled_graph(artifact)
+    graph = compiled_graph(artifact)
     return str(getattr(graph, "source_code", "") or "")
 
 
-def _compiled_graph(artifact: Any) -> Any | None:
+def compiled_graph(artifact: Any) -> Any | None:
     from torch._inductor.output_code import CompiledFxGraph
 
     stack: list[Any] = [getattr(artifact, "_compiled_fn", None) or artifact.inner_fn]

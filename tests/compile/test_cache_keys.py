@@ -35,8 +35,22 @@ class Net(nn.Module):
 
 
 NAMES = [
-    *("piece_format", "passes", "inductor", "python", "default_dtype", "torch", "torch_key", "cuda", "inductor_config", "inductor_changed"),
-    *("cpu", "device", "extra", "format", "entry", "module", "dynamic", "maximum", "breaks", "split_ops", "pad", "row_wise_ops"),
+    *("piece_format", "passes", "inductor", "python", "default_dtype", "torch", "torch_sources", "cuda", "inductor_changed"),
+    *(
+        "inductor_variables",
+        "cpu",
+        "device",
+        "extra",
+        "format",
+        "entry",
+        "module",
+        "dynamic",
+        "maximum",
+        "breaks",
+        "split_ops",
+        "pad",
+        "row_wise_ops",
+    ),
     *("whole_passes", "expect", "tensors", "constants"),
 ]
 

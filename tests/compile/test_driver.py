@@ -83,15 +83,30 @@ DAMAGES = {
 }
 
 
+def blobs_of(store: Path) -> list[Path]:
+    """Of the only piece: the artifact, Inductor's form, the text, machine code."""
+    ((_, manifest),) = Store(store).manifests("pieces")
+    return [store / "blobs" / digest for digest in manifest.blobs]
+
+
+@pytest.mark.parametrize("what", ["artifact", "machine code"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_blob_is_built_again_with_a_warning(damage: str, store: Path, eager: Net) -> None:
-    blob = next((store / "blobs").iterdir())
+def test_damaged_blob_is_built_again_with_a_warning(damage: str, what: str, store: Path, eager: Net) -> None:
+    artifact, *_, machine_code = blobs_of(store)
+    blob = {"artifact": artifact, "machine code": machine_code}[what]
     DAMAGES[damage](blob)
     module = wrapped(copy.deepcopy(eager))
     with pytest.warns(RuntimeWarning, match=f"blob {blob.name[:12]}"):
         run_once(module, eager)
     assert module.rung.counters[Count.INDUCTOR_COMPILES] == 1
     assert run_once(wrapped(copy.deepcopy(eager)), eager).counters[Count.DYNAMO_TRACES] == 0
+
+
+def test_what_a_warm_start_does_not_read_may_be_damaged(store: Path, eager: Net) -> None:
+    _, stock, text, *_ = blobs_of(store)
+    stock.write_bytes(b"")
+    text.unlink()
+    assert run_once(wrapped(copy.deepcopy(eager)), eager).counters[Count.INDUCTOR_COMPILES] == 0
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"plan": {}}'])
@@ -125,7 +140,8 @@ def test_store_that_cannot_be_written_warns_and_the_run_is_right(monkeypatch: py
 def test_seconds_of_each_phase_are_reported(eager: Net) -> None:
     report = run_once(wrapped(copy.deepcopy(eager)), eager).report()[0]
     imports = {"import Dynamo", "import Inductor"}
-    assert set(report["seconds"]) == imports | {"keys", "trace", "split", "compile", "save", "compare once", "load"}
+    loading = {"read plan", "read and verify", "load pieces", "bind"}
+    assert set(report["seconds"]) == imports | {"keys", "trace", "split", "compile", "save", "compare once", *loading}
     assert report["source"] == "compiled"
 
 

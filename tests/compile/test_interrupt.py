@@ -20,7 +20,8 @@ import rung
 from rung import torch_compat
 from rung.cache import Store, open_store
 from rung.cache.inspect import verify_store
-from rung.compile import driver, selfcheck
+from rung.compile import selfcheck
+from rung.compile.artifact import PieceLoader
 from tests.compile.cases import Block, Stack, assert_same
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "manifest": (Store, "put", 2),
     "plan": (Store, "put", 4),
     "comparison": (selfcheck, "check_piece", 2),
-    "load": (driver, "load_piece", 2),
+    "load": (PieceLoader, "bind", 5),  # each of three pieces once for the comparison, then once for good
 }
 
 

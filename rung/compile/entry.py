@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from rung import config as configuration
+from rung import torch_compat
 from rung.cache import open_store
 from rung.compile.arguments import Leaf, Signature, dynamic_dims, leaves, signature_of
 from rung.compile.driver import Driver
@@ -37,6 +39,8 @@ class EagerReason(StrEnum):
     TENSOR_SUBCLASS = "tensor_subclass"  # an argument is no plain tensor
     SHARED_MEMORY = "shared_memory"  # the function writes a tensor that shares memory with another argument
     EMPTY = "empty"  # a dynamic dimension has size 0; code is generated for sizes from 1
+    META = "meta"  # an argument has no memory
+    TRANSFORM = "transform"  # somebody watches or transforms single operations: a dispatch mode, torch.func, torch.jit.trace
 
 
 class Entry(RuntimeState):
@@ -194,6 +198,10 @@ class Entry(RuntimeState):
             return EagerReason.DISABLED
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             return EagerReason.TENSOR_SUBCLASS
+        if torch_compat.transforming():
+            return EagerReason.TRANSFORM
+        if any(tensor.is_meta for tensor in tensors):
+            return EagerReason.META
         if torch.is_grad_enabled() and (any(t.requires_grad for t in tensors) or self._weights_need_grad()):
             return EagerReason.GRADIENT
         if any(torch.is_autocast_enabled(device_type) for device_type in {tensor.device.type for tensor in tensors}):
@@ -234,7 +242,11 @@ class Entry(RuntimeState):
             function = types.MethodType(function.__func__, copy.deepcopy(owner, memo))
         return Entry(function, self.config, prepare=self._prepare)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """A decorated function is found by its name, like any function."""
+        name = getattr(self.function, "__qualname__", "")
+        if self.owner is None and getattr(sys.modules.get(self.function.__module__), name, None) is self:
+            return name
         return (_rebuild, (self.function, self.config, self._prepare))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from rung import torch_compat
+from rung.compile.ambient import Reentry, blocks_of
 from rung.compile.split import Segment, is_size_arithmetic, mutates, operator_schema, storages, written_storages
 from rung.errors import UnsupportedModuleError
 
@@ -46,8 +47,11 @@ def extract_piece(owner: torch.nn.Module, segment: Segment) -> Piece:
                 copies[node].meta["stack_trace"] = re.sub(r'File "[^"]*/([^"/]+)"', r'File "\1"', node.stack_trace)
         return copies[node]
 
+    blocks = Reentry(graph)
     for node in segment.nodes:
+        blocks.at(blocks_of(node))
         copy(node)
+    blocks.at(())
     graph.output(tuple(copies[node] for node in segment.outputs))
     module = fx.GraphModule(owner, graph, class_name="Piece")
     return Piece(module, piece_key(module))

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from rung import torch_compat
+from rung.compile.ambient import note_blocks
 from rung.compile.arguments import Container, leaves, replace_tensors
 from rung.compile.audit import FixedDimension, audit_symbols, refuse_sizes_of_values
 from rung.compile.effects import net_effects, refuse_side_effects
@@ -91,6 +92,7 @@ def _trace_once(
     _refuse_subclasses(inputs, full)
     refuse_sizes_of_values(capture, _name(function))
     symbols, bounds, unified = audit_symbols(capture, inputs, dynamic, maximum, _name(function))
+    note_blocks(capture.graph_module.graph)
     template = _record_template(capture, function, inputs, full, args, kwargs, owner)
     return TracedGraph(
         capture.graph_module,
@@ -101,7 +103,7 @@ def _trace_once(
         source_refs(capture.traced_code),
         unified,
         capture.bytecode,
-        collect_guards(capture.guards, Roots(function, ignored=[(region.holder, region.name) for region in regions.values()])),
+        collect_guards(capture.guards, Roots(function, ignored=[(region.holder, region.name) for region in regions.values()]), capture.traced_code),
         regions,
     )
 

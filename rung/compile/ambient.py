@@ -29,7 +29,7 @@ def note_blocks(graph: fx.Graph) -> None:
         if change == "autocast":
             open_blocks.append(node)
         elif change == "/autocast":
-            open_blocks.remove(node.args[0])  # type: ignore[arg-type]
+            open_blocks.remove(node.args[0])
         elif not change and open_blocks:
             node.meta[_META] = tuple(block.args for block in open_blocks)
     for node in reversed(changes):

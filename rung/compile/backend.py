@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from rung import torch_compat
-from rung.compile.ambient import note_blocks
 from rung.cache import open_store
+from rung.compile.ambient import note_blocks
 from rung.compile.driver import Driver
 from rung.compile.paths import Path
 from rung.compile.trace import TracedGraph

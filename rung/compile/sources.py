@@ -20,6 +20,7 @@ import torch
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype)
 _TORCH = Path(torch.__file__).parent
 _PYTHON = Path(os.__file__).parent
+_COMPILE = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class SourceRef:
 
 def source_refs(codes: Iterable[CodeType]) -> tuple[SourceRef, ...]:
     """One reference for each distinct function, in the order they were met. Functions of torch itself are covered by its version."""
-    codes = [code for code in codes if code.co_filename != "<string>"]  # methods generated for a class: see `type_refs`
+    # "<string>" has methods generated for a class: see `type_refs`
+    codes = [code for code in codes if code.co_filename != "<string>" and not _is_road(code)]
     refs = {code: _ref(code) for code in codes if not _is_torch(code)}
     names = {(ref.module, ref.qualname) for ref in refs.values()}
     return tuple(dict.fromkeys(ref for ref in refs.values() if (ref.module, _enclosing(ref.qualname)) not in names))
@@ -120,6 +122,12 @@ def _class_digest(cls: type) -> str | None:
 
 def _is_torch(code: CodeType) -> bool:
     return Path(code.co_filename).is_relative_to(_TORCH)
+
+
+def _is_road(code: CodeType) -> bool:
+    """What rung puts between a caller and a wrapped function or a break; it leaves no operation in a graph."""
+    path = Path(code.co_filename)
+    return path.parent == _COMPILE or path == _COMPILE.parent / "api.py"
 
 
 def _is_python(code: CodeType) -> bool:

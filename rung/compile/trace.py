@@ -94,6 +94,7 @@ def _trace_once(
     symbols, bounds, unified = audit_symbols(capture, inputs, dynamic, maximum, _name(function))
     note_blocks(capture.graph_module.graph)
     template = _record_template(capture, function, inputs, full, args, kwargs, owner)
+    roots = Roots(function, ignored=[(region.holder, region.name) for region in regions.values()])
     return TracedGraph(
         capture.graph_module,
         inputs,
@@ -103,7 +104,7 @@ def _trace_once(
         source_refs(capture.traced_code),
         unified,
         capture.bytecode,
-        collect_guards(capture.guards, Roots(function, ignored=[(region.holder, region.name) for region in regions.values()]), capture.traced_code),
+        collect_guards(capture.guards, roots, capture.traced_code),
         regions,
     )
 

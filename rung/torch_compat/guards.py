@@ -47,7 +47,7 @@ def global_hooks() -> tuple[dict[Any, Any], ...]:
     return module._global_forward_hooks, module._global_forward_pre_hooks
 
 
-def hook_registrations() -> type:
+def hook_registrations() -> Any:
     """The class whose `next_id` grows with every hook that anybody registers on a module or tensor (torch.utils.hooks)."""
     from torch.utils.hooks import RemovableHandle
 

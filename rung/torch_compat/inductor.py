@@ -15,7 +15,6 @@ from rung.torch_compat.ambient import CACHEABLE
 from rung.torch_compat.compiler import compile_lock
 from rung.torch_compat.fresh_symbols import FreshSymbols
 
-
 # Two passes that move calls for locality and memory do not know that random numbers come in an order (pytorch/pytorch#176842 and #192635).
 # Can go when both do.
 _IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}

@@ -59,8 +59,9 @@ _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots, codes: Collection[types.CodeType] = ()) -> GuardSet:
-    """The guards of a trace that was made with what `roots` hold now, through the functions of `codes`. Left out: arguments, which the entry checks, what belongs to torch
-    or Python (their versions are in every key), and the hooks of the owner itself, which run around its compiled method."""
+    """The guards of a trace that was made with what `roots` hold now, through the functions of `codes`. Left out: arguments, which the
+    entry checks, what belongs to torch or Python (their versions are in every key), and the hooks of the owner itself, which run around its
+    compiled method."""
     guards: dict[str, Guard] = {}
     unknown: dict[str, None] = {}
     for one in noted:

@@ -13,7 +13,7 @@ from rung.compile.generated import Source
 from rung.compile.guards.edges import Edge
 
 OFTEN = 128  # units of a part of the first kind: 64 tensors or submodules, about 3 us
-SELDOM = 24  # of the second
+SELDOM = 48  # of the second
 _ADDRESS, _LAYOUT, _TABLE, _CLASS, _OVERRIDE, _HOOKS = 2, 5, 2, 1, 1, 4  # units of one check
 _HOOK_TABLES = 32  # that one check looks at
 
@@ -21,9 +21,9 @@ Check = tuple[int, Callable[[Source], str]]  # units, and the text of the check
 
 
 class LateChecks:
-    """Checks in parts of equal cost, of two kinds that take turns on their own: what people replace (tensors, submodules, methods), and what
-    hardly anybody does (sizes and strides of a tensor that stays where it is, the class of a module, hooks that were put in by hand). The
-    first and last tensor are looked at every time, since each conversion of a module moves them."""
+    """Checks in parts of equal cost, of two kinds that take turns on their own: what people replace (tensors, submodules, methods), and
+    what hardly anybody does (sizes and strides of a tensor that stays where it is, the class of a module, hooks that were put in by hand).
+    The first and last tensor are looked at every time, since each conversion of a module moves them."""
 
     def __init__(
         self, tensors: Sequence[Edge], modules: Sequence[nn.Module], overrides: Sequence[tuple[dict[str, Any], str]], hooks: Sequence[Any]

@@ -2,8 +2,8 @@
 
 Dynamo knows an object once, by the first place where it met it: a second place that leads to the same object is noted only where both are
 locals or both are globals. Functions that it finds through a class, the process environment and a read of the gradient mode are not noted.
-Here they are found from the code that was traced and from the places that the other guards lead through. Some of what is found was not read;
-where it changes, a trace is made that would not have been necessary.
+Here they are found from the code that was traced and from the places that the other guards lead through. Some of what is found was not
+read; where it changes, a trace is made that would not have been necessary.
 """
 
 from __future__ import annotations

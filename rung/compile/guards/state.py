@@ -11,7 +11,7 @@ from torch import nn
 
 from rung import torch_compat
 from rung.compile.generated import Source
-from rung.compile.guards.base import Guard, GuardSet, Kind
+from rung.compile.guards.base import Guard, GuardSet
 from rung.compile.guards.edges import Edge, edge_of
 from rung.compile.guards.late import LateChecks
 from rung.compile.guards.roots import Roots
@@ -25,9 +25,9 @@ class GuardState:
     """The guards of one trace, bound to the objects that are there now.
 
     `unchanged()` compares objects by identity, each place once however many guards lead through it: scalars, functions and their code,
-    containers, hooks. `swept()` looks at a part of the submodules and tensors, and at the first and last tensor, which every conversion of a
-    module moves; `all_swept()` at all of them. None describes anything; when one says no, `violation()` tells whether a trace would come out
-    differently, and of what."""
+    containers, hooks. `swept()` looks at a part of the submodules and tensors, and at the first and last tensor, which every conversion of
+    a module moves; `all_swept()` at all of them. None describes anything; when one says no, `violation()` tells whether a trace would come
+    out differently, and of what."""
 
     def __init__(self, guards: GuardSet, roots: Roots, dropped: Collection[str] = ()) -> None:
         self.guards = GuardSet(tuple(guard for guard in guards.guards if guard.kind not in dropped), guards.unknown)

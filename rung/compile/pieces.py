@@ -71,10 +71,12 @@ def refuse_aliased_writes(piece: Piece) -> None:
 
 
 def piece_key(module: fx.GraphModule) -> str:
-    """Hash of structure, layouts, aliasing among inputs, constants by value, and targets by name and schema. Names and symbols are
-    renamed, so layers that differ only in their weights are equal."""
+    """Hash of structure, layouts, aliasing among inputs, constants by value, targets by name and schema, and where the piece talks
+    to other ranks their layout. Names and symbols are renamed, so layers that differ only in their weights are equal."""
     canon = _Canon(module)
     lines = [canon.line(node) for node in module.graph.nodes]
+    if torch_compat.communicates(module):  # the names of groups say nothing of who is in them
+        lines.append(repr(torch_compat.topology()))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -38,10 +38,11 @@ def split_graph(graph: fx.Graph, is_split_op: Callable[[fx.Node], bool]) -> list
     segments: list[Segment] = []
     owner: dict[fx.Node, int] = {}
     tuple_makers: set[fx.Node] = set()  # multi-output split ops: their getitems stay with them
+    kept = _written_inputs(graph)
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or is_size_arithmetic(node):
             continue
-        position = _place(node, segments, owner, is_split_op, tuple_makers)
+        position = _place(node, segments, owner, is_split_op, tuple_makers, kept)
         segments[position].nodes.append(node)
         owner[node] = position
     _connect(segments, owner)
@@ -49,7 +50,12 @@ def split_graph(graph: fx.Graph, is_split_op: Callable[[fx.Node], bool]) -> list
 
 
 def _place(
-    node: fx.Node, segments: list[Segment], owner: dict[fx.Node, int], is_split_op: Callable[[fx.Node], bool], tuple_makers: set[fx.Node]
+    node: fx.Node,
+    segments: list[Segment],
+    owner: dict[fx.Node, int],
+    is_split_op: Callable[[fx.Node], bool],
+    tuple_makers: set[fx.Node],
+    kept: set[int],
 ) -> int:
     last = len(segments) - 1
     if is_split_op(node):
@@ -63,11 +69,19 @@ def _place(
     if isinstance(source, fx.Node) and source in tuple_makers and _is_getitem(node):
         return owner[source]
     if last >= 1 and segments[last].kind == "break" and _is_hoistable(node) and _can_precede(node, segments[last], owner, last):
-        return last - 1
+        if not any(kept & storages(used) for used in node.all_input_nodes):
+            return last - 1
     if last < 0 or segments[last].kind == "break":
         segments.append(Segment("piece"))
         last += 1
     return last
+
+
+def _written_inputs(graph: fx.Graph) -> set[int]:
+    """Storages of graph inputs that some node writes: a view of one stays where it is, since a piece may not be given such a tensor
+    twice."""
+    written = {storage for node in graph.nodes if mutates(node) for storage in written_storages(node)}
+    return {storage for node in graph.nodes if node.op == "placeholder" for storage in storages(node) & written}
 
 
 def _can_precede(node: fx.Node, segment: Segment, owner: dict[fx.Node, int], position: int) -> bool:

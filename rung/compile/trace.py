@@ -74,7 +74,8 @@ def _trace_once(
     example = _example_arguments(locals_, dynamic, size)
     args, kwargs = _as_call(function, example)
     try:
-        capture = torch_compat.capture_graph(function, args, kwargs)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not _wants_gradient(function)):  # code may ask for the mode
+            capture = torch_compat.capture_graph(function, args, kwargs)
     except torch_compat.NoTensorOpsError:
         raise TraceError(
             f"{_name(function)} contains no tensor operation, so there is nothing to compile", hint="leave this module unwrapped"
@@ -117,6 +118,11 @@ def _declared(dynamic: DynamicDims) -> DynamicDims:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
+
+
+def _wants_gradient(function: Callable[..., Any]) -> bool:
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, nn.Module) and any(parameter.requires_grad for parameter in owner.parameters())
 
 
 def _free_size(function: Callable[..., Any]) -> int:

@@ -39,6 +39,7 @@ from rung.torch_compat.dispatch import (
     transforming,
     tree_leaves,
 )
+from rung.torch_compat.distributed import communicates, topology
 from rung.torch_compat.fresh_symbols import FreshSymbols
 from rung.torch_compat.guards import DynamoGuard, function_modes, global_hooks, hook_registrations, mode_checks
 from rung.torch_compat.inductor import (
@@ -97,6 +98,7 @@ __all__ = [
     "bounding_constant",
     "call_device_kernel",
     "capture_graph",
+    "communicates",
     "compile_lock",
     "compile_piece",
     "compile_triton",
@@ -150,6 +152,7 @@ __all__ = [
     "storage_use_count",
     "symbol_of",
     "toolchain_factors",
+    "topology",
     "trace_body",
     "trace_example",
     "transform_checks",

@@ -49,7 +49,6 @@ def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     settings = dynamo_config.patch(
         specialize_float=True, automatic_dynamic_shapes=False, assume_static_by_default=True, side_effect_replay_policy="warn"
     )
-    # In the caller's gradient mode: code may ask for it, and nothing here wants a gradient.
     with compile_lock, settings, get_metrics_context(), dynamo_timed("rung.capture"), _side_effects() as side_effects:
         captured: Any = fullgraph_capture(function, args, kwargs)
     output: Any = captured.graph_capture_output

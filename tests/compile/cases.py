@@ -25,7 +25,7 @@ from rung.compile.signature import own_signature, self_name
 from rung.compile.trace import TracedGraph, trace
 
 ROOT = FilePath(__file__).parents[2]
-TOY_OPS = ("rungtest::double", "rungtest::pair", "rungtest::write", "rungtest::first_rows", "rungtest::host_scale")
+TOY_OPS = ("rungtest::double", "rungtest::pair", "rungtest::write", "rungtest::write_both", "rungtest::first_rows", "rungtest::host_scale")
 HOST_FACTOR = {"factor": 2.0}  # what `host_scale` reads on the host
 
 _library = torch.library.Library("rungtest", "FRAGMENT")
@@ -44,6 +44,11 @@ _define("double(Tensor x) -> Tensor", lambda x: x * 2)
 _define("pair(Tensor x) -> (Tensor, Tensor)", lambda x: (x + 1, x - 1))
 _define(
     "write(Tensor x, Tensor(a!) out, float scale=1.0) -> ()", lambda x, out, scale=1.0: (out.copy_(x * scale), None)[1], lambda *_: None
+)
+_define(
+    "write_both(Tensor x, Tensor(a!) left, Tensor(b!) right) -> ()",
+    lambda x, left, right: (left.copy_(x), right.add_(x), None)[2],
+    lambda *_: None,
 )
 _define("first_rows(Tensor x, SymInt rows) -> Tensor", lambda x, rows: x[:rows].clone(), lambda x, rows: x.new_empty(rows, x.shape[1]))
 _define("lies_size(Tensor x) -> Tensor", lambda x: x[:, :-1].clone(), lambda x: torch.empty_like(x))

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rung import torch_compat
 from rung.compile.guards.base import Guard, Kind
 from rung.compile.guards.describe import belongs_to_torch, describe
 from rung.compile.guards.edges import follow
@@ -29,6 +30,7 @@ from rung.compile.sources import module_of
 _MAX_ENTRIES = 1000  # of a container that is looked through for a second name
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GRADIENT_MODE = Path("<module torch>", (("attr", "is_grad_enabled"),))
+_TOPOLOGY = Path("<module rung.torch_compat>", (("attr", "topology"),))
 
 
 def more_guards(guards: Collection[Guard], codes: Collection[types.CodeType], roots: Roots) -> Iterator[Guard]:
@@ -37,6 +39,8 @@ def more_guards(guards: Collection[Guard], codes: Collection[types.CodeType], ro
     named = [name for code in codes for name in _global_names(code, roots)]
     yield from places.ties(named)
     yield from _methods(places.objects, set(codes), roots)
+    if any(_is_distributed(value) for _, value in named) or any("torch.distributed" in name for code in codes for name in code.co_names):
+        yield Guard(Kind.RESULT, _TOPOLOGY, describe(torch_compat.topology()))
     for code in codes:
         if {"environ", "getenv"} & set(code.co_names):
             yield from _environment(code)
@@ -120,6 +124,12 @@ def _global_names(code: types.CodeType, roots: Roots) -> Iterator[tuple[Path, An
             root = None
         if root is not None:
             yield root, value
+
+
+def _is_distributed(value: Any) -> bool:
+    """Whether a global belongs to torch.distributed: code that names it may ask for ranks, or talk to them."""
+    module = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", None)
+    return isinstance(module, str) and module.startswith("torch.distributed")
 
 
 def _methods(objects: Mapping[int, tuple[Any, Path]], codes: Collection[types.CodeType], roots: Roots) -> Iterator[Guard]:

@@ -68,9 +68,15 @@ def _place(
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and source in tuple_makers and _is_getitem(node):
         return owner[source]
-    if last >= 1 and segments[last].kind == "break" and _is_hoistable(node) and _can_precede(node, segments[last], owner, last):
-        if not any(kept & storages(used) for used in node.all_input_nodes):
-            return last - 1
+    stays = any(kept & storages(used) for used in node.all_input_nodes)
+    if (
+        last >= 1
+        and segments[last].kind == "break"
+        and _is_hoistable(node)
+        and not stays
+        and _can_precede(node, segments[last], owner, last)
+    ):
+        return last - 1
     if last < 0 or segments[last].kind == "break":
         segments.append(Segment("piece"))
         last += 1

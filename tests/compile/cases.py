@@ -195,6 +195,15 @@ class Pair(NamedTuple):
     right: torch.Tensor
 
 
+class Like(OrderedDict[str, Any]):
+    """As the outputs of transformers: a mapping whose entries are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
 class Structures(nn.Module):
     """Returns the structure called `kind`, every value computed from x."""
 
@@ -214,6 +223,8 @@ class Structures(nn.Module):
             "dataclass": lambda: Output(y),
             "namedtuple": lambda: Pair(y, x * 2),
             "ordered dict": lambda: OrderedDict(b=y, a=x * 2),
+            "mapping with attributes": lambda: Like(logits=y, rest=(x * 2,)),
+            "empty containers": lambda: (y, (), [], {}),
             "size": lambda: (y, x.shape[0]),
             "size arithmetic": lambda: (y, x.shape[0] * 2 + 1),
             "constants": lambda: (y, 3, 2.5, "text", True, float("nan")),
@@ -231,6 +242,8 @@ STRUCTURES = (
     "dataclass",
     "namedtuple",
     "ordered dict",
+    "mapping with attributes",
+    "empty containers",
     "size",
     "size arithmetic",
     "constants",

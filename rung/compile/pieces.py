@@ -63,7 +63,7 @@ def refuse_aliased_writes(piece: Piece) -> None:
     placeholders = [node for node in piece.graph_module.graph.nodes if node.op == "placeholder"]
     for node in piece.graph_module.graph.nodes:
         written = written_storages(node) if mutates(node) else set()
-        if sum(not written.isdisjoint(storages(placeholder)) for placeholder in placeholders) > 1:
+        if any(sum(storage in storages(placeholder) for placeholder in placeholders) > 1 for storage in written):
             raise UnsupportedModuleError(
                 f"forward updates a tensor in place and reads it through another view behind a split op{torch_compat.node_location(node)}",
                 hint="clone the view before the split op, or make the update out of place",

@@ -29,6 +29,7 @@ class FlatModel(nn.Module):
         self.model: Any = model
         self.head = model.get_output_embeddings()
         self.base: Any = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        self.config: Any = self.base.config  # a runner asks for its `vocab_size`
         # Below transformers' decorators, which collect outputs that nobody asks for here and cannot be traced in a form that can be kept.
         self.plain_forward = inspect.unwrap(type(self.base).forward)
         _attach(self.base, _found_layers(self.base))

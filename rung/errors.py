@@ -56,7 +56,7 @@ class LazyStateError(UnsupportedModuleError):
     """forward keeps something that was not there before, as code does that makes a table at its first call. `names` are the dotted
     paths."""
 
-    def __init__(self, message: str, *, hint: str, names: tuple[str, ...]) -> None:
+    def __init__(self, message: str, *, hint: str = "", names: tuple[str, ...] = ()) -> None:
         super().__init__(message, hint=hint)
         self.names = names
 

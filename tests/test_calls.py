@@ -219,8 +219,8 @@ class Caching(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty_like(x)
         torch.ops.rungtest.write(self.linear(x), y)
-        self.cache[: x.shape[0]].copy_(y)
-        return torch.relu(y) + self.cache[: x.shape[0]]
+        self.cache.mul_(0.5).add_(y.sum(0))
+        return torch.relu(y) + self.cache[:2].sum(0)
 
 
 def test_a_second_set_of_caches_costs_no_trace() -> None:

@@ -35,7 +35,10 @@ def check_piece(piece: Piece, stock: bytes, entry: StepCall, weights: Sequence[A
     of `sizes`.
 
     Size 1 is checked because the code was generated for sizes from 2: there a dimension of size 1 is addressed like any other, which is
-    right because its only index is 0. `weights` are the module's tensors among the inputs, None elsewhere."""
+    right because its only index is 0. A piece that talks to other ranks is not run. `weights` are the module's tensors among the inputs,
+    None elsewhere."""
+    if torch_compat.communicates(piece.graph_module):  # it would wait for ranks that may load what this one compiles
+        return
     artifact = torch_compat.deserialize_artifact(stock)
     nodes = list(piece.graph_module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]

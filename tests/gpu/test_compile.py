@@ -136,3 +136,54 @@ def test_strides_of_what_crosses_a_cut(maximum: int | None) -> None:
         x = torch.randn(rows, 1048, device="cuda")
         torch.testing.assert_close(module(x, buffer[:, :rows]), eager(x, buffer[:, :rows]), rtol=1e-4, atol=1e-4)
     assert module.rung.counters[Count.DYNAMO_TRACES] == 1
+
+
+def test_autocast_is_left_to_eager_mode_outside_and_compiled_inside() -> None:
+    """T39: the ambient autocast runs eagerly with a reason; a block inside of forward is compiled, with its dtype in the key."""
+    module, eager = both(Net(), torch.float32)
+    x = torch.randn(3, 8, device="cuda")
+    module(x)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cuda", dtype):
+            assert module(x).dtype is eager(x).dtype
+            torch.testing.assert_close(module(x), eager(x))
+    assert module.rung.counters["eager.autocast"] == 4
+    assert module(x).dtype is torch.float32
+
+    def gram(x: torch.Tensor, half: bool) -> torch.Tensor:
+        with torch.autocast("cuda", torch.float16 if half else torch.bfloat16):
+            return x @ x.t()
+
+    for _ in range(2):
+        wrapped = rung.wrap(gram, dynamic={})
+        for half in (True, False):
+            assert wrapped(x, half).dtype is gram(x, half).dtype
+            torch.testing.assert_close(wrapped(x, half), gram(x, half), rtol=2e-2, atol=2e-2)
+
+
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+class Lazy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0, device=x.device)
+        return x * self.table
+
+
+@pytest.mark.parametrize("serve", MODES)
+@pytest.mark.parametrize("warm", MODES)
+def test_state_of_the_first_call_in_every_mode(warm: str, serve: str) -> None:
+    """T41, with graphs: their static buffers are ordinary tensors in whichever mode they were made."""
+    module = rung.wrap(Lazy().cuda(), dynamic={"x": {0: "rows"}}, graphs="full")
+    for mode in (warm, serve):
+        with MODES[mode]():
+            for rows in (3, 2, 3):
+                x = torch.full((rows, 4), float(rows), device="cuda")
+                torch.testing.assert_close(module(x), x * torch.arange(4.0, device="cuda"))
+    assert not module.table.is_inference()
+    assert module.rung.counters[Count.DYNAMO_TRACES] == 1

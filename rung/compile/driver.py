@@ -22,6 +22,7 @@ from rung.compile.auto_break import trace_with_breaks
 from rung.compile.build import SplitGraph, build_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
+from rung.compile.early_kernels import EarlyKernels
 from rung.compile.garbage import without_collections
 from rung.compile.guards import Roots
 from rung.compile.load import load_plan
@@ -32,7 +33,7 @@ from rung.compile.plan_key import entry_name, plan_factors
 from rung.compile.progress import piece_progress
 from rung.compile.report import CompileReport
 from rung.compile.rows import Verdicts, output_dims, prove_rows
-from rung.compile.selfcheck import cases_of, check_pieces
+from rung.compile.selfcheck import SIZES, cases_of, check_pieces
 from rung.compile.signature import self_name
 from rung.compile.size_variants import SizeVariants, Source
 from rung.compile.sizes import SizeRange
@@ -248,13 +249,17 @@ class Driver:
         self.counters.add(Count.UNIQUE_PIECES, len(graph.pieces))
         code = self.pieces.factors(device)
         compiled: list[StoredPiece] = []
+        early = EarlyKernels.of(device, SIZES, self.counters)
         with report.clock("compile"), piece_progress(report.title, len(graph.pieces), wanted=self.config.progress) as advance:
             for index, piece in enumerate(graph.pieces):
-                compiled.append(self.pieces.blob(index, piece, traced, code, report, dump))
+                compiled.append(self.pieces.blob(index, piece, traced, code, report, dump, early=early))
                 advance()
         uses = [sum(step.piece == index for step in graph.steps) for index in range(len(graph.pieces))]
         reports = [*zip(report.passes, uses, strict=True), *([] if whole is None else [(whole.passes, 1)])]
         check_expectations(self.config.expect, reports)
+        if early is not None:
+            with report.clock("build kernels"):
+                report.kernels_built = early.finish(len(graph.pieces))
         return compiled
 
     def _spec(self, path: Path, tensor: torch.Tensor, dims: DynamicDims, traced: TracedGraph) -> TensorSpec:

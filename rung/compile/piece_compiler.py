@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from rung import torch_compat
 from rung.cache import Factor, Factors, Manifest, Store, key_of
 from rung.compile.artifact import Artifact, make_artifact
 from rung.compile.dump import Dump
+from rung.compile.early_kernels import EarlyKernels
 from rung.compile.pieces import Piece, refuse_aliased_writes
 from rung.compile.report import CompileReport
 from rung.compile.sizes import SizeRange
@@ -27,6 +29,7 @@ from rung.counters import Count, Counters
 from rung.errors import ArtifactError, CacheError, CacheMissError, CompileError
 from rung.passes import PassManager
 from rung.passes.defaults import pass_manager
+from rung.passes.manager import Observer
 
 FORMAT = 3  # of the bytes of a piece and of its manifest
 MISS_HINT = "`rung cache explain` tells more; build it with `rung precompile`, or leave out --require-hit (RUNG_REQUIRE_HIT)"
@@ -96,9 +99,10 @@ class PieceCompiler:
         report: CompileReport,
         dump: Dump,
         sizes: SizeRange | None = None,
+        early: EarlyKernels | None = None,
     ) -> StoredPiece:
         """The artifact of a unique piece, for `sizes` of the dynamic dimension alone if they are given; `code` are the factors that change
-        code. Raises `CompileError` when Inductor cannot."""
+        code. `early` sees what the passes leave. Raises `CompileError` when Inductor cannot."""
         factors = self._factors_of(piece.key, traced, code, sizes)
         key = key_of(factors)
         found = self._find(key, report)
@@ -106,7 +110,7 @@ class PieceCompiler:
             return found
         with self.store.lock("pieces", key) as again:
             found = self._find(key, report) if again else None
-            return found or self._build(index, piece, traced, (key, factors), report, dump, sizes)
+            return found or self._build(index, piece, traced, (key, factors), report, dump, sizes, early)
 
     def stored(self, piece_key: str, code: Factors, sizes: SizeRange, report: CompileReport) -> StoredPiece | None:
         """The artifact of a piece for `sizes`, if the store has it; no trace is needed to ask."""
@@ -143,6 +147,7 @@ class PieceCompiler:
         report: CompileReport,
         dump: Dump,
         sizes: SizeRange | None,
+        early: EarlyKernels | None,
     ) -> StoredPiece:
         key, factors = keyed
         if self.store.require_hit:
@@ -151,7 +156,7 @@ class PieceCompiler:
         if sizes is None:
             dump.piece(index, piece)
         refuse_aliased_writes(piece)
-        passes = self.passes.fresh(dump.graph_passes(index) if sizes is None else None)
+        passes = self.passes.fresh(_observer(index, dump.graph_passes(index) if sizes is None else None, early))
         passes.check()
         start = time.perf_counter()
         compiled, bound = self._compile(piece, traced, passes, index, sizes)
@@ -237,3 +242,17 @@ class PieceCompiler:
             return None
         self.counters.add(Count.ARTIFACT_WRITES)
         return result
+
+
+def _observer(index: int, dump: Observer | None, early: EarlyKernels | None) -> Observer | None:
+    """Both of them."""
+    if early is None:
+        return dump
+
+    def observe(number: int, name: str, graph: fx.Graph) -> None:
+        if dump is not None:
+            dump(number, name, graph)
+        if name == "lowering":
+            early.see(index, graph)
+
+    return observe

@@ -18,6 +18,7 @@ class CompileReport:
     dump: Any = None  # the `Dump` of this compile
     variants: Any = None  # the `SizeVariants` of this compile, None without any
     source: str = ""  # "compiled" or "loaded"
+    kernels_built: bool = False  # whether the store has all images of our kernels that the comparison of the pieces takes
     reason: str = ""  # why it was not loaded
     retraced: str = ""  # what an earlier trace had read and was changed, which made this one necessary
     seconds: dict[str, float] = field(default_factory=dict)

@@ -75,12 +75,43 @@ class Built:
         return self.compiled + self.found
 
 
+_Wanted = tuple["TritonLauncher", Specialisation, dict[str, Any]]
+
+
+class Building:
+    """Images on their way from worker processes."""
+
+    def __init__(self) -> None:
+        self.begun: set[Any] = set()  # identities of wanted images
+        self.waiting: list[tuple[_Wanted, Future[Any]]] = []
+
+    def finish(self, capability: int) -> list[_Wanted]:
+        """Wait for all and keep them; those that failed are returned: an error of the kernel shows with its own type where it is compiled
+        again, one of the worker (killed for memory, a module that it cannot import) costs time alone."""
+        failed = []
+        waiting, self.waiting = self.waiting, []
+        try:
+            for wanted, future in waiting:
+                launcher, specialisation, options = wanted
+                try:
+                    data, seconds = future.result()
+                    image = KernelImage.from_bytes(data)
+                except Exception:
+                    failed.append(wanted)
+                else:
+                    launcher.images.keep_ahead(specialisation, options, capability, image, seconds)
+        finally:
+            for _, future in waiting:
+                future.cancel()  # of what an interrupt left; what runs ends by itself and is dropped
+        return failed
+
+
 class Rehearsal:
     """Collects what launches on a device of `capability` (90 for 9.0) need; `build` sees to it that the store has it."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
-        self.wanted: dict[Any, tuple[TritonLauncher, Specialisation, dict[str, Any]]] = {}  # distinct images
+        self.wanted: dict[Any, _Wanted] = {}  # distinct images
         self.launches = 0
         self._lock = threading.Lock()
 
@@ -97,11 +128,16 @@ class Rehearsal:
         """Compile what the store does not have: in the processes behind `submit`, or by so many threads at once (most of a compile holds no
         lock of Python's). Launchers find the images in the store, or where it keeps nothing in memory. Raises `CacheMissError` where the
         store requires a hit, `KernelExportError` for what does not compile."""
+        if submit is not None:
+            building = Building()
+            missing_count = self.begin(submit, building)
+            failed = building.finish(self.capability)
+            for wanted in failed:
+                self._compile(*wanted)
+            found = len(self.wanted) - missing_count
+            return Built(missing_count, found, in_workers=missing_count - len(failed), worker_failures=len(failed))
         missing = [wanted for wanted in self.wanted.values() if not self._find(*wanted)]
         found = len(self.wanted) - len(missing)
-        if missing and submit is not None:
-            failures = self._build_in_workers(missing, submit)
-            return Built(len(missing), found, in_workers=len(missing) - failures, worker_failures=failures)
         for launcher, _, _ in missing:
             launcher.images.kernel()  # importing is for one thread
         with ThreadPoolExecutor(threads) as pool:
@@ -115,27 +151,14 @@ class Rehearsal:
     def _compile(self, launcher: TritonLauncher, specialisation: Specialisation, options: Mapping[str, Any]) -> None:
         launcher.images.compile_ahead(specialisation, options, self.capability)
 
-    def _build_in_workers(self, missing: Sequence[tuple[TritonLauncher, Specialisation, dict[str, Any]]], submit: Submit) -> int:
-        """How many failed there. Such an image is compiled again here: an error of the kernel shows with its own type, one of the worker
-        (killed for memory, a module that it cannot import) costs time alone."""
-        failed = []
-        waiting = [(wanted, self._submit(submit, *wanted)) for wanted in missing]
-        try:
-            for wanted, future in waiting:
-                launcher, specialisation, options = wanted
-                try:
-                    data, seconds = future.result()
-                    image = KernelImage.from_bytes(data)
-                except Exception:
-                    failed.append(wanted)
-                else:
-                    launcher.images.keep_ahead(specialisation, options, self.capability, image, seconds)
-        finally:
-            for _, future in waiting:
-                future.cancel()  # of what an interrupt left; what runs ends by itself and is dropped
-        for wanted in failed:
-            self._compile(*wanted)
-        return len(failed)
+    def begin(self, submit: Submit, building: Building) -> int:
+        """Have the processes behind `submit` build what the store does not have and `building` has not begun; how many that are."""
+        begun = len(building.waiting)
+        for identity, wanted in self.wanted.items():
+            if identity not in building.begun and not self._find(*wanted):
+                building.begun.add(identity)
+                building.waiting.append((wanted, self._submit(submit, *wanted)))
+        return len(building.waiting) - begun
 
     def _submit(self, submit: Submit, launcher: TritonLauncher, specialisation: Specialisation, options: Mapping[str, Any]) -> Future[Any]:
         try:
@@ -147,9 +170,9 @@ class Rehearsal:
 
 
 @contextmanager
-def rehearse_launches(capability: int) -> Iterator[Rehearsal]:
-    """Inside, our Triton kernels are not launched by this context but noted."""
-    rehearsal = Rehearsal(capability)
+def rehearse_launches(capability: int, rehearsal: Rehearsal | None = None) -> Iterator[Rehearsal]:
+    """Inside, our Triton kernels are not launched by this context but noted; by `rehearsal`, which goes on then."""
+    rehearsal = Rehearsal(capability) if rehearsal is None else rehearsal
     with GATE.closed():
         token = current_rehearsal.set(rehearsal)
         try:

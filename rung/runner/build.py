@@ -100,7 +100,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     if not config.eager:
         with start.phase("compile"):
             compiled, start.compile = compile_model(module, device, config.max_num_tokens, counters, **options)
-        if start.compile.source == "compiled" and start.kernel_launches == "prebound":
+        if device.type == "cuda" and start.compile.source == "compiled" and start.kernel_launches == "prebound":
             build_kernels(module, compiled, config, device, start, counters)
         addresses = _addresses(compiled, module, config)
         forward, call = _graph_forward(compiled, module, config, attention.support, device, counters, addresses, steps), compiled

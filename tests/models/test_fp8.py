@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from rung.context import set_forward_context
-from rung.counters import Count
-from rung.errors import ConfigError
+from rung.counters import Count, Counters
+from rung.errors import CompileError, ConfigError
 from rung.models import FP8Linear, LlamaForCausalLM, load_model, quantize_fp8, random_model
 from rung.models.fp8 import Scheme, quantise_weight
 from rung.passes.ir.fp8_linear import dequantised
 from rung.runner import RunnerConfig, SamplingParams, build_engine
+from rung.runner.build import compile_model
 from tests.models.harness import bind_dense, context
 
 SCHEMES: tuple[Scheme, ...] = ("per_token", "per_tensor", "group128")
@@ -164,3 +165,12 @@ def test_attention_of_a_compiled_model_writes_e4m3() -> None:
     eager, _, _ = build_engine(model, RunnerConfig(max_num_requests=2, max_num_tokens=32, max_model_len=64, num_blocks=12, eager=True))
     found = eager.generate([[5, 6, 7, 8], [9, 10]], SamplingParams(max_tokens=6, ignore_eos=True))
     assert texts == [[completion.token_ids for completion in found]] * 2
+
+
+@pytest.mark.slow
+def test_a_lost_match_over_the_whole_graph_fails_the_compile_with_the_reason() -> None:
+    model = random_model("tiny")
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    quantize_fp8(model, "per_tensor", input_scales=dict.fromkeys(names, 0.05))  # no backend is chosen
+    with pytest.raises(CompileError, match=r"attention_quant was expected to match 3 times and matched 0 times.*no attention backend"):
+        compile_model(model, torch.device("cpu"), 32, Counters(), expect={"attention_quant": 3, "rope_kv_write": 3})

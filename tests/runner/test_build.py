@@ -22,3 +22,16 @@ def test_a_frozen_heap_leaves_collections_little_to_walk() -> None:
         assert gc.get_freeze_count() > 10 * len(gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+def test_a_model_on_a_cpu_asks_for_no_kernels_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torch is a CUDA build, without a driver."""
+
+    def refused(*arguments: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("rung.runner.build.launch_road", lambda: "prebound")
+    monkeypatch.setattr("rung.runner.build.build_kernels", refused)
+    _, start = build_runner(random_model("tiny"), RunnerConfig(max_num_requests=2, max_num_tokens=16, max_model_len=32, num_blocks=8))
+    assert start.compile is not None
+    assert start.compile.source == "compiled"

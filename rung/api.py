@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
@@ -178,7 +179,7 @@ def _guards(variant: Variant, dropped: Sequence[str]) -> dict[str, Any]:
 
 
 def wrap(target: Any, *, config: CompileConfig | None = None, **options: Any) -> Any:
-    """Compile a module instance in place, or return a compiled version of a function.
+    """Compile a module instance in place, or return a compiled version of a function, a method, an object with `__call__`, or a partial.
 
     A module keeps its class, `state_dict` keys and hooks; it gains `module.rung` (a `Handle`). The first call traces.
     Options are the fields of `rung.config.CompileConfig`, for example `dynamic={"x": {0: "rows"}}`, `graphs="piecewise"`, `pad=("rows",)`.
@@ -190,11 +191,24 @@ def wrap(target: Any, *, config: CompileConfig | None = None, **options: Any) ->
         target.__dict__[config.method] = entry
         target.__dict__["rung"] = Handle(entry)
         return target
-    if callable(target):
+    if isinstance(target, functools.partial):
+        inner = wrap(target.func, config=config)
+        result = functools.partial(inner, *target.args, **target.keywords)
+        result.rung = inner.rung  # type: ignore[attr-defined]
+        return result
+    if not isinstance(target, types.FunctionType | types.MethodType | Entry | type) and isinstance(
+        getattr(target, "__call__", None),  # noqa: B004 - the method itself is wanted
+        types.MethodType,
+    ):
+        target = target.__call__
+    if isinstance(target, types.FunctionType | types.MethodType):
         entry = _entry(target, config)
         entry.rung = Handle(entry)  # type: ignore[attr-defined]
         return entry
-    raise ConfigError(f"cannot wrap a {type(target).__name__}", hint="pass a torch.nn.Module instance or a function")
+    raise ConfigError(
+        f"cannot wrap {target!r}" if callable(target) else f"cannot wrap a {type(target).__name__}",
+        hint="pass a torch.nn.Module instance, or a function or method that is written in Python",
+    )
 
 
 @overload

@@ -52,6 +52,15 @@ class UnsupportedModuleError(UserError):
     """The module does something that a compiled graph cannot express."""
 
 
+class LazyStateError(UnsupportedModuleError):
+    """forward keeps something that was not there before, as code does that makes a table at its first call. `names` are the dotted
+    paths."""
+
+    def __init__(self, message: str, *, hint: str = "", names: tuple[str, ...] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.names = names
+
+
 class InputMismatchError(UserError, TypeError):
     """The arguments of a call do not fit the ones that were traced."""
 

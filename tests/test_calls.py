@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import rung
-from rung.errors import InputMismatchError
+from rung.counters import Count
+from rung.errors import InputMismatchError, RungError
+from tests.compile.cases import TOY_OPS
 
 
 @pytest.fixture(autouse=True)
@@ -143,3 +147,93 @@ def test_too_many_container_lengths_name_the_argument() -> None:
     compiled([A])
     with pytest.raises(InputMismatchError, match="values"):
         compiled([A, B])
+
+
+def with_an_unread_option(x: torch.Tensor, unread: torch.Tensor | None = None) -> torch.Tensor:
+    return x * 2 + 1
+
+
+@pytest.mark.parametrize("order", [(1, 2, 5, 64), (64, 1, 0, 2)])
+def test_sizes_of_a_tensor_that_nobody_reads_cost_no_trace(order: tuple[int, ...]) -> None:
+    compiled = rung.wrap(with_an_unread_option, dynamic={"x": {0: "rows"}, "unread": {0: "others"}})
+    for rows in order:
+        for others in (0, 2, 1):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(compiled(x, torch.ones(others)), x * 2 + 1)
+    assert compiled.rung.counters[Count.DYNAMO_TRACES] == 1
+
+
+def above(x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if x.shape[0] > 128 else x - 1
+
+
+def divisible(x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if x.shape[0] % 8 == 0 else x - 1
+
+
+def in_fours(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(x.shape[0] // 4, 4, -1) + 1
+
+
+RELATIONS = {above: r"u\d+ > 128|> 128", divisible: r"% 8|Mod\(.*8\)", in_fours: r"// ?4|%|Mod|4\*"}
+SIZES = [*range(20), 62, 63, 64, 65, 127, 128, 129, 130, 255, 256]
+
+
+def agrees_or_refuses(compiled: Any, function: Any, rows: int, *, may_refuse: bool) -> None:
+    x = torch.randn(rows, 4)
+    try:
+        expected: Any = function(x)
+    except RuntimeError:
+        expected = None
+    try:
+        actual = compiled(x)
+    except (RungError, RuntimeError) as error:
+        refused = str(error)
+        assert expected is None or (may_refuse and re.search(RELATIONS[function], refused)), refused
+        return
+    assert expected is not None
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("function", RELATIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("first", [64, 1, 129])
+def test_every_size_equals_eager_mode_or_is_an_error_that_names_the_relation(function: Any, first: int) -> None:
+    compiled = rung.wrap(function, dynamic={"x": {0: "rows"}})
+    for rows in (first, *SIZES):
+        agrees_or_refuses(compiled, function, rows, may_refuse=True)
+
+
+@pytest.mark.parametrize("function", RELATIONS, ids=lambda function: function.__name__)
+def test_a_dimension_that_nobody_declared_becomes_static_instead(function: Any) -> None:
+    compiled = rung.wrap(function)
+    for rows in (64, 1, 130, 62):
+        agrees_or_refuses(compiled, function, rows, may_refuse=False)
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("cache", torch.zeros(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        torch.ops.rungtest.write(self.linear(x), y)
+        self.cache.mul_(0.5).add_(y.sum(0))
+        return torch.relu(y) + self.cache[:2].sum(0)
+
+
+def test_a_second_set_of_caches_costs_no_trace() -> None:
+    module = nn.Sequential(*[Caching() for _ in range(8)]).eval().requires_grad_(False)
+    eager = copy.deepcopy(module)
+    rung.wrap(module, dynamic={"input": {0: "rows"}}, split_ops=TOY_OPS)
+    for round_ in range(3):
+        for rows in (3, 5):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(module(x), eager(x))
+        for block, other in zip(module, eager, strict=True):
+            torch.testing.assert_close(block.cache, other.cache)
+            block.cache, other.cache = torch.full((8, 4), float(round_)), torch.full((8, 4), float(round_))
+    (report,) = module.rung.report()
+    assert module.rung.counters[Count.DYNAMO_TRACES] == 1
+    assert (report["pieces"], report["unique_pieces"]) == (9, 3)

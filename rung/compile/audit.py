@@ -41,16 +41,31 @@ def audit_symbols(
             unified[user_name] = symbols.setdefault(str(expression), user_name)
             limits = [bound for bound in (torch_compat.upper_bound(capture.shape_env, expression), maximum) if bound is not None]
             bounds[expression] = min(limits, default=None)
+    places = {
+        str(symbol): (path.dotted(), dim)
+        for path, node in zip(inputs, placeholders, strict=True)
+        for dim, name_ in (dynamic.get(path.dotted(), {}) if path.dim is None else {}).items()
+        if name_.startswith("~")
+        for symbol in torch_compat.free_symbols(node.meta["example_value"].shape[dim])
+    }
     for relation, place in torch_compat.unproved_relations(capture, bounds):
         free = list(relation.free_symbols)
         bound = torch_compat.bounding_constant(capture.shape_env, relation, free[0]) if len(free) == 1 and free[0] in bounds else None
+        undeclared = [places[str(symbol)] for symbol in free if str(symbol) in places]
+        if bound is None and undeclared:
+            raise FixedDimension(*undeclared[0])
         if bound is None:
             raise DynamicShapeError(
                 f"{name} only works for sizes with {_readable(relation, symbols)}{place}",
                 hint="a compiled graph serves every size: remove the relation, or leave the dimension out of `dynamic`",
             )
         bounds[free[0]] = min(bound, bounds[free[0]] or bound)
-    return symbols, {symbols[str(symbol)]: bound for symbol, bound in bounds.items()}, unified
+    limits_of_names = {symbols[str(symbol)]: bound for symbol, bound in bounds.items()}
+    read = {path.dotted() if path.dim is None else Path(path.local, path.accesses).dotted() for path in inputs}
+    for argument in dynamic.keys() - read:  # nothing is known of a tensor that the graph does not read, so any size will do
+        for user_name in dynamic[argument].values():
+            limits_of_names.setdefault(unified.setdefault(user_name, user_name), maximum)
+    return symbols, limits_of_names, unified
 
 
 def refuse_sizes_of_values(capture: torch_compat.Capture, name: str) -> None:

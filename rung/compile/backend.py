@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from rung import torch_compat
 from rung.cache import open_store
+from rung.compile.ambient import note_blocks
 from rung.compile.driver import Driver
 from rung.compile.paths import Path
 from rung.compile.trace import TracedGraph
 from rung.config import CompileConfig
-from rung.counters import Counters
+from rung.counters import Count, Counters
 
 
 def compile_graph(graph_module: fx.GraphModule, counters: Counters | None = None) -> Callable[..., Any]:
-    """Split, compile and stitch a graph from Dynamo; the result takes the graph's inputs and returns its flat outputs as a list."""
+    """Split, compile and stitch a graph from Dynamo; the result takes the graph's inputs and returns its flat outputs as a list.
+
+    Compiled code is for inference: under autocast, which Dynamo leaves to its backend, and where a gradient is wanted the graph runs as it
+    is, counted with the reason."""
+    counters = Counters() if counters is None else counters
+    original = copy.deepcopy(graph_module)  # splitting changes the graph
+    if _autocast():
+        return _eagerly(original, counters, "autocast")
+    eagerly = _eagerly(original, counters, "gradient")
+    compiled = _compile(graph_module, counters)
+
+    def run(*inputs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
+            return eagerly(*inputs)
+        return compiled(*inputs)
+
+    return run
+
+
+def _autocast() -> bool:
+    return any(torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda"))
+
+
+def _eagerly(graph_module: fx.GraphModule, counters: Counters, reason: str) -> Callable[..., Any]:
+    def run(*inputs: Any) -> Any:
+        counters.add(Count.EAGER_CALLS)
+        counters.add(f"eager.{reason}")
+        return graph_module(*inputs)
+
+    return run
+
+
+def _compile(graph_module: fx.GraphModule, counters: Counters) -> Callable[..., Any]:
+    note_blocks(graph_module.graph)
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     inputs = tuple(Path("inputs", (("item", index),)) for index in range(len(placeholders)))
     traced = TracedGraph(
@@ -30,7 +66,6 @@ def compile_graph(graph_module: fx.GraphModule, counters: Counters | None = None
         unified={},
         bytecode=None,
     )
-    counters = Counters() if counters is None else counters
     driver = Driver(CompileConfig(), open_store(counters), counters)
     with torch_compat.quiet_compiler():
         return driver.compile_traced(traced).stitched

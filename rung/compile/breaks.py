@@ -82,7 +82,10 @@ def break_call(step: Step, regions: Sequence[Callable[..., Any]] = ()) -> Callab
     if step.inputs:
         source.lines.append("".join(f"v{number}, " for number in step.inputs) + "= inputs")
     for call in step.calls:
-        source.lines.append(_call_line(call, source, regions))
+        line = _call_line(call, source, regions)
+        # a new object each time: it keeps what was before, and threads may call at once
+        blocks = [f"{source.bind(torch.autocast)}(*{source.bind(settings)})" for settings in call.autocast]
+        source.lines.append(f"with {', '.join(blocks)}: {line}" if blocks else line)
     source.lines.append(f"return ({''.join(f'v{number}, ' for number in step.outputs)})")
     return source.build(step.name)
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from rung import torch_compat
+from rung.compile.ambient import blocks_of
 from rung.compile.eager_break import NAMESPACE, plain_name
 from rung.compile.fake_kernels import FakeOutput
 from rung.compile.pieces import Piece, extract_piece
@@ -163,7 +164,7 @@ class _Builder:
             for index, (number, value) in enumerate(zip(outputs, values, strict=False)):
                 if number >= 0 and isinstance(value, torch.Tensor):
                     self.fakes[number] = FakeOutput.of(name, index, value, self.symbols)
-        return OpCall(name, tuple(self.argument(value) for value in node.args), kwargs, outputs, is_tuple)
+        return OpCall(name, tuple(self.argument(value) for value in node.args), kwargs, outputs, is_tuple, blocks_of(node))
 
     def argument(self, value: Any) -> Any:
         """The JSON form of an argument: a value number, a constant, or a list of them."""

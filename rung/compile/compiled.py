@@ -35,7 +35,9 @@ class CompiledFunction:
     def rebind(self, owner: Mapping[str, Any]) -> None:
         """Read the module's parameters and buffers again and make the stitched code anew. `owner` maps the traced name of self."""
         self.weights = {n: path.resolve(owner) for n, path in enumerate(self.plan.inputs) if path.dim is None and path.local in owner}
-        regions = [region.call(next(iter(owner.values()), None)) for region in self.plan.regions]
+        holder = next(iter(owner.values()), None)
+        regions = [region.call(holder) for region in self.plan.regions]
+        self.region_buffers = tuple(holder.buffers()) if regions and isinstance(holder, torch.nn.Module) else ()  # what they may update
         self._breaks = {step.name: break_call(step, regions) for step in (*self.plan.steps, *self._walk) if step.piece is None}
         order = {path: index for index, (path, _) in enumerate(self.plan.tensors)}  # as in the signature, not as first used in the graph
         arguments = [n for n, path in enumerate(self.plan.inputs) if path.dim is None and n not in self.weights]

@@ -35,7 +35,13 @@ class Dump:
             return Dump(None)
         name = re.sub(r"[^A-Za-z0-9_.]+", "_", entry.rpartition(":")[2])
         first = Path(root) / f"{name}-{plan_key[:8]}"
-        return Dump(next(p for n in itertools.count(1) if not (p := first if n == 1 else first.with_name(f"{first.name}.{n}")).exists()))
+        try:
+            return Dump(
+                next(p for n in itertools.count(1) if not (p := first if n == 1 else first.with_name(f"{first.name}.{n}")).exists())
+            )
+        except OSError as error:
+            warnings.warn(f"RUNG_DUMP could not write {first.name}: {error}", RuntimeWarning, stacklevel=2)
+            return Dump(None)
 
     def traced(self, traced: TracedGraph) -> None:
         self._write("captured_graph.py", lambda: torch_compat.readable(traced.graph_module))
@@ -93,4 +99,6 @@ def _decompile(code: Any) -> str:
         from depyf import decompile
     except ImportError:
         return "# install rung[debug] to see Dynamo's bytecode decompiled\n"
-    return str(decompile(code))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # depyf 0.20 names nodes of `ast` that Python 3.12 and later warn of
+        return str(decompile(code))

@@ -8,33 +8,35 @@ from typing import Any
 
 from torch import nn
 
-from rung.errors import UnsupportedModuleError
+from rung.errors import LazyStateError, UnsupportedModuleError
 
 _STATE = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
 def refuse_side_effects(owner: object | None, name: str) -> Iterator[None]:
-    """Raise `UnsupportedModuleError` naming the attribute when the block rebinds one of the module; the old state is put back."""
+    """Raise `UnsupportedModuleError` naming the attribute when the block rebinds one of the module, `LazyStateError` when all that it sets
+    were absent or None; the old state is put back."""
     if not isinstance(owner, nn.Module):
         yield
         return
     before = {path: _state(module) for path, module in owner.named_modules()}
     modules = dict(owner.named_modules())
     yield
-    changed = [
-        f"{path}.{key}" if path else key
+    changed = {
+        f"{path}.{key}" if path else key: old.get(key, (None, None))[0] is None and value[0] is not None
         for path, old in before.items()
         for key, value in _state(modules[path]).items()
         if key not in old or not _unchanged(old[key], value)
-    ]
+    }
     for path, old in before.items():
         _restore(modules[path], old)
     if changed:
-        raise UnsupportedModuleError(
-            f"{name} assigns the attribute {changed[0]!r} while it runs; a compiled graph would do so only once",
-            hint="update a registered buffer in place (buffer.copy_(...)), or return the value",
-        )
+        message = f"{name} assigns the attribute {next(iter(changed))!r} while it runs; a compiled graph would do so only once"
+        hint = "update a registered buffer in place (buffer.copy_(...)), or return the value"
+        if all(changed.values()):
+            raise LazyStateError(message, hint=hint, names=tuple(changed))
+        raise UnsupportedModuleError(message, hint=hint)
 
 
 @contextmanager

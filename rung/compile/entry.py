@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from rung import config as configuration
+from rung import torch_compat
 from rung.cache import open_store
 from rung.compile.arguments import Leaf, Signature, dynamic_dims, leaves, signature_of
 from rung.compile.driver import Driver
@@ -23,7 +25,7 @@ from rung.compile.signature import own_signature
 from rung.compile.variant import Variant, modes
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
-from rung.errors import GuardError, InputMismatchError
+from rung.errors import GuardError, InputMismatchError, LazyStateError
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,9 @@ class EagerReason(StrEnum):
     TENSOR_SUBCLASS = "tensor_subclass"  # an argument is no plain tensor
     SHARED_MEMORY = "shared_memory"  # the function writes a tensor that shares memory with another argument
     EMPTY = "empty"  # a dynamic dimension has size 0; code is generated for sizes from 1
+    LAZY_STATE = "lazy_state"  # forward makes attributes at its first call that later ones read
+    META = "meta"  # an argument has no memory
+    TRANSFORM = "transform"  # somebody watches or transforms single operations: a dispatch mode, torch.func, torch.jit.trace
 
 
 class Entry(RuntimeState):
@@ -86,7 +91,10 @@ class Entry(RuntimeState):
         found = leaves(bound.arguments)
         reason = self._eager_reason(found, dynamic_dims(self.function, found, self.config.dynamic))
         if reason is None:
-            variant = self.variant(bound.arguments, found)
+            try:
+                variant = self.variant(bound.arguments, found)
+            except LazyStateError as lazy:
+                return self._first_call(lazy, args, kwargs)
             if not variant.overlaps(bound.arguments):
                 variant.check_sizes(bound.arguments)
                 return call(variant, variant.inputs(bound.arguments))
@@ -94,6 +102,21 @@ class Entry(RuntimeState):
         self.counters.add(Count.EAGER_CALLS)
         self.counters.add(f"eager.{reason}")
         return self.function(*args, **kwargs)
+
+    def _first_call(self, lazy: LazyStateError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run eagerly what makes state for later calls; the next one is traced. State stays usable outside of inference mode."""
+        self.counters.add(Count.EAGER_CALLS)
+        self.counters.add(f"eager.{EagerReason.LAZY_STATE}")
+        _log.info("%s: ran eagerly, since it makes %s", getattr(self.function, "__qualname__", self.function), ", ".join(lazy.names))
+        result = self.function(*args, **kwargs)
+        for name in lazy.names:
+            path, _, attribute = name.rpartition(".")
+            holder = self.owner.get_submodule(path)
+            value = getattr(holder, attribute, None)
+            if isinstance(value, torch.Tensor) and value.is_inference():
+                with torch.inference_mode(False):
+                    setattr(holder, attribute, value.clone())
+        return result
 
     def prepare_call(self, *args: Any, **kwargs: Any) -> tuple[Variant, list[Any]]:
         """The variant for these arguments and the tensors that its `run` takes, without running it."""
@@ -194,6 +217,10 @@ class Entry(RuntimeState):
             return EagerReason.DISABLED
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             return EagerReason.TENSOR_SUBCLASS
+        if torch_compat.transforming():
+            return EagerReason.TRANSFORM
+        if any(tensor.is_meta for tensor in tensors):
+            return EagerReason.META
         if torch.is_grad_enabled() and (any(t.requires_grad for t in tensors) or self._weights_need_grad()):
             return EagerReason.GRADIENT
         if any(torch.is_autocast_enabled(device_type) for device_type in {tensor.device.type for tensor in tensors}):
@@ -234,7 +261,11 @@ class Entry(RuntimeState):
             function = types.MethodType(function.__func__, copy.deepcopy(owner, memo))
         return Entry(function, self.config, prepare=self._prepare)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """A decorated function is found by its name, like any function."""
+        name = getattr(self.function, "__qualname__", "")
+        if self.owner is None and getattr(sys.modules.get(self.function.__module__), name, None) is self:
+            return name
         return (_rebuild, (self.function, self.config, self._prepare))
 
 

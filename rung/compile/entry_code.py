@@ -67,15 +67,18 @@ def _checks(variant: Variant, source: Source, owner: Any) -> list[str]:
         checks += _tensor_checks(variant, path.expression(), path.dotted(), spec, source, first)
     for path, value in variant.constants:
         checks += _constant_checks(path.expression(), value, source)
-    for device_type in sorted({spec.device for _, spec in variant.compiled.plan.tensors}):
-        checks.append(f"not _rung_autocast({device_type!r})")
+    ask = torch_compat.mode_checks()
+    devices = sorted({spec.device for _, spec in variant.compiled.plan.tensors})
+    autocast = " or ".join(f"_rung_autocast({device_type!r})" for device_type in devices) or "False"
+    checks.append(f"not ({source.bind(ask['autocast'])}() and ({autocast}))")
     dtype, deterministic, modes = variant.modes
     checks.append(f"{source.bind(torch.get_default_dtype)}() is {source.bind(dtype)}")
-    checks.append(f"{source.bind(torch.are_deterministic_algorithms_enabled)}() is {deterministic}")
+    checks.append(f"{source.bind(ask['deterministic'])}() is {deterministic}")
     if modes:
         checks.append(f"{source.bind(torch_compat.function_modes)}() == {modes!r}")
     else:
-        checks.append(f"not {source.bind(torch_compat.has_function_modes)}()")
+        checks.append(f"not {source.bind(ask['function_modes'])}()")
+    checks += [f"not {source.bind(check)}()" for check in torch_compat.transform_checks()]
     checks.append(f"not (_rung_grad() and {source.bind(variant.wants_gradient)}())")
     if owner is not None and hasattr(owner, "training"):
         checks.append(f"{source.bind(owner, '_rung_owner')}.training is {variant.training}")
@@ -86,9 +89,11 @@ def _tensor_checks(variant: Variant, text: str, name: str, spec: TensorSpec, sou
     dtype = source.bind(getattr(torch, spec.dtype.removeprefix("torch.")))
     device = source.bind(variant.devices[name])
     checks = [f"{text}.__class__ is _rung_Tensor", f"{text}.dtype is {dtype}", f"{text}.device == {device}"]
-    checks += [f"{text}.dim() == {len(spec.shape)}", f"{text}.is_contiguous()", f"not ({text}.requires_grad and _rung_grad())"]
+    checks += [f"{text}.is_contiguous()", f"not ({text}.requires_grad and _rung_grad())"]
+    shape = f"_rung_shape_{len(source.bound)}"  # read once: each `shape` is a new object
+    checks.append(f"len({shape} := {text}.shape) == {len(spec.shape)}")
     for dim, extent in enumerate(spec.shape):
-        here = f"{text}.shape[{dim}]"
+        here = f"{shape}[{dim}]"
         if isinstance(extent, int):
             checks.append(f"{here} == {extent}")
         elif extent in first:

@@ -49,11 +49,24 @@ class Path:
         return text if self.dim is None else f"{text}.shape[{self.dim}]"
 
     def to_json(self) -> list[Any]:
-        return [self.local, [list(access) for access in self.accesses], self.dim]
+        return [self.local, [[kind, _key_to_json(key)] for kind, key in self.accesses], self.dim]
 
     @staticmethod
     def from_json(data: list[Any]) -> Path:
-        return Path(data[0], tuple((kind, key) for kind, key in data[1]), data[2])
+        return Path(data[0], tuple((kind, _key_from_json(key)) for kind, key in data[1]), data[2])
+
+
+def _key_to_json(key: Any) -> Any:
+    """Keys of mappings may be tuples or bytes, which JSON has no form for."""
+    if isinstance(key, tuple):
+        return {"tuple": [_key_to_json(item) for item in key]}
+    return {"bytes": key.hex()} if isinstance(key, bytes) else key
+
+
+def _key_from_json(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    return bytes.fromhex(data["bytes"]) if "bytes" in data else tuple(_key_from_json(item) for item in data["tuple"])
 
 
 def parse_path(source: str) -> Path:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from rung import torch_compat
+from rung.compile.ambient import Reentry, blocks_of
 from rung.compile.split import Segment, is_size_arithmetic, mutates, operator_schema, storages, written_storages
 from rung.errors import UnsupportedModuleError
 
@@ -46,8 +47,11 @@ def extract_piece(owner: torch.nn.Module, segment: Segment) -> Piece:
                 copies[node].meta["stack_trace"] = re.sub(r'File "[^"]*/([^"/]+)"', r'File "\1"', node.stack_trace)
         return copies[node]
 
+    blocks = Reentry(graph)
     for node in segment.nodes:
+        blocks.at(blocks_of(node))
         copy(node)
+    blocks.at(())
     graph.output(tuple(copies[node] for node in segment.outputs))
     module = fx.GraphModule(owner, graph, class_name="Piece")
     return Piece(module, piece_key(module))
@@ -59,7 +63,7 @@ def refuse_aliased_writes(piece: Piece) -> None:
     placeholders = [node for node in piece.graph_module.graph.nodes if node.op == "placeholder"]
     for node in piece.graph_module.graph.nodes:
         written = written_storages(node) if mutates(node) else set()
-        if sum(not written.isdisjoint(storages(placeholder)) for placeholder in placeholders) > 1:
+        if any(sum(storage in storages(placeholder) for placeholder in placeholders) > 1 for storage in written):
             raise UnsupportedModuleError(
                 f"forward updates a tensor in place and reads it through another view behind a split op{torch_compat.node_location(node)}",
                 hint="clone the view before the split op, or make the update out of place",
@@ -67,10 +71,12 @@ def refuse_aliased_writes(piece: Piece) -> None:
 
 
 def piece_key(module: fx.GraphModule) -> str:
-    """Hash of structure, layouts, aliasing among inputs, constants by value, and targets by name and schema. Names and symbols are
-    renamed, so layers that differ only in their weights are equal."""
+    """Hash of structure, layouts, aliasing among inputs, constants by value, targets by name and schema, and where the piece talks
+    to other ranks their layout. Names and symbols are renamed, so layers that differ only in their weights are equal."""
     canon = _Canon(module)
     lines = [canon.line(node) for node in module.graph.nodes]
+    if torch_compat.communicates(module):  # the names of groups say nothing of who is in them
+        lines.append(repr(torch_compat.topology()))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

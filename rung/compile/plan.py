@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from rung.compile.fake_kernels import FakeOutput
 from rung.compile.guards import NO_GUARDS, GuardSet
 from rung.compile.paths import Path
@@ -31,6 +33,7 @@ class OpCall:
     kwargs: Mapping[str, Any]
     outputs: tuple[int, ...]  # value numbers, empty when nothing uses the result
     is_tuple: bool = False  # the op returns several values
+    autocast: tuple[tuple[Any, ...], ...] = ()  # blocks around it, outermost first: device type, dtype, enabled, whether casts are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +128,18 @@ class CompilePlan:
 
 
 def _step_to_json(step: Step) -> dict[str, Any]:
-    calls = [[c.target, list(c.args), dict(c.kwargs), list(c.outputs), c.is_tuple] for c in step.calls]
+    calls = [[c.target, list(c.args), dict(c.kwargs), list(c.outputs), c.is_tuple, _blocks_to_json(c.autocast)] for c in step.calls]
     return {"name": step.name, "inputs": list(step.inputs), "outputs": list(step.outputs), "piece": step.piece, "calls": calls}
 
 
+def _blocks_to_json(blocks: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    return [[device, None if dtype is None else str(dtype), enabled, kept] for device, dtype, enabled, kept in blocks]
+
+
+def _blocks_from_json(data: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
+    return tuple((device, dtype and getattr(torch, dtype.removeprefix("torch.")), enabled, kept) for device, dtype, enabled, kept in data)
+
+
 def _step_from_json(data: Mapping[str, Any]) -> Step:
-    calls = tuple(OpCall(c[0], tuple(c[1]), c[2], tuple(c[3]), c[4]) for c in data["calls"])
+    calls = tuple(OpCall(c[0], tuple(c[1]), c[2], tuple(c[3]), c[4], _blocks_from_json(c[5])) for c in data["calls"])
     return Step(data["name"], tuple(data["inputs"]), tuple(data["outputs"]), data["piece"], calls)

@@ -35,7 +35,10 @@ def check_piece(piece: Piece, stock: bytes, entry: StepCall, weights: Sequence[A
     of `sizes`.
 
     Size 1 is checked because the code was generated for sizes from 2: there a dimension of size 1 is addressed like any other, which is
-    right because its only index is 0. `weights` are the module's tensors among the inputs, None elsewhere."""
+    right because its only index is 0. A piece that talks to other ranks is not run. `weights` are the module's tensors among the inputs,
+    None elsewhere."""
+    if torch_compat.communicates(piece.graph_module):  # it would wait for ranks that may load what this one compiles
+        return
     artifact = torch_compat.deserialize_artifact(stock)
     nodes = list(piece.graph_module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -106,7 +109,7 @@ def find_kernels(cases: Iterable[Case], capability: int, sizes: Sequence[int] = 
     """The images of our own kernels that `check_piece` will ask for, from runs on tensors without memory: on the device, what lies behind a
     kernel that is only noted would read garbage, perhaps as indices. Raises `CompileError` for pieces that cannot run so."""
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad(), rehearse_launches(capability) as rehearsal:
+    with torch_compat.quiet_compiler(), torch.no_grad(), rehearse_launches(capability) as rehearsal:
         for piece, found, weights in cases:
             run = torch_compat.memoryless(stock_call(found.blobs[found.artifact.stock]))
             placeholders = piece.graph_module.graph.find_nodes(op="placeholder")

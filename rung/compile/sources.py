@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import linecache
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import torch
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype)
 _TORCH = Path(torch.__file__).parent
+_PYTHON = Path(os.__file__).parent
+_COMPILE = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +37,15 @@ class SourceRef:
 
 def source_refs(codes: Iterable[CodeType]) -> tuple[SourceRef, ...]:
     """One reference for each distinct function, in the order they were met. Functions of torch itself are covered by its version."""
-    codes = [code for code in codes if code.co_filename != "<string>"]  # methods generated for a class: see `type_refs`
+    # "<string>" has methods generated for a class: see `type_refs`
+    codes = [code for code in codes if code.co_filename != "<string>" and not _is_road(code)]
     refs = {code: _ref(code) for code in codes if not _is_torch(code)}
     names = {(ref.module, ref.qualname) for ref in refs.values()}
     return tuple(dict.fromkeys(ref for ref in refs.values() if (ref.module, _enclosing(ref.qualname)) not in names))
 
 
 def _ref(code: CodeType) -> SourceRef:
-    module = _module_of(code.co_filename)
+    module = module_of(code.co_filename)
     return SourceRef(module, code.co_qualname, _digest_with_globals(module, code))
 
 
@@ -68,6 +72,11 @@ def type_refs(template: Mapping[str, Any]) -> tuple[SourceRef, ...]:
     for item in template.get("items", ()):
         refs += type_refs(item if isinstance(item, dict) else item[1])
     return tuple(dict.fromkeys(refs))
+
+
+def user_code(codes: Iterable[CodeType]) -> list[CodeType]:
+    """Those that belong neither to torch nor to Python."""
+    return [code for code in codes if code.co_filename != "<string>" and not _is_torch(code) and not _is_python(code)]
 
 
 def _enclosing(qualname: str) -> str | None:
@@ -115,8 +124,18 @@ def _is_torch(code: CodeType) -> bool:
     return Path(code.co_filename).is_relative_to(_TORCH)
 
 
+def _is_road(code: CodeType) -> bool:
+    """What rung puts between a caller and a wrapped function or a break; it leaves no operation in a graph."""
+    path = Path(code.co_filename)
+    return path.parent == _COMPILE or path == _COMPILE.parent / "api.py"
+
+
+def _is_python(code: CodeType) -> bool:
+    return Path(code.co_filename).parent == _PYTHON
+
+
 @lru_cache(maxsize=1024)
-def _module_of(filename: str) -> str:
+def module_of(filename: str) -> str:
     for name, module in list(sys.modules.items()):
         if getattr(module, "__file__", None) == filename and name != "__main__":
             return name

@@ -21,6 +21,16 @@ _HOISTABLE_METHODS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "tran
 _IN_PLACE_OPERATORS = frozenset(name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name}__"))
 _HOISTABLE_FUNCTIONS = frozenset({torch.empty, torch.empty_like, torch.unsqueeze, torch.transpose, torch.flatten})
 
+_FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias")
+_BUILTIN = ("input", "weight", "bias", "running_mean", "running_var")
+# norm over the batch -> the order of its arguments, the one that says whether statistics are updated, and its default
+_NORMS: dict[Any, tuple[tuple[str, ...], str, bool]] = {
+    torch.nn.functional.batch_norm: ((*_FUNCTIONAL, "training"), "training", False),
+    torch.nn.functional.instance_norm: ((*_FUNCTIONAL, "use_input_stats"), "use_input_stats", True),
+    torch.batch_norm: ((*_BUILTIN, "training"), "training", False),
+    torch.instance_norm: ((*_BUILTIN, "use_input_stats"), "use_input_stats", True),
+}
+
 
 @dataclass(slots=True)
 class Segment:
@@ -38,10 +48,11 @@ def split_graph(graph: fx.Graph, is_split_op: Callable[[fx.Node], bool]) -> list
     segments: list[Segment] = []
     owner: dict[fx.Node, int] = {}
     tuple_makers: set[fx.Node] = set()  # multi-output split ops: their getitems stay with them
+    kept = _written_inputs(graph)
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or is_size_arithmetic(node):
             continue
-        position = _place(node, segments, owner, is_split_op, tuple_makers)
+        position = _place(node, segments, owner, is_split_op, tuple_makers, kept)
         segments[position].nodes.append(node)
         owner[node] = position
     _connect(segments, owner)
@@ -49,7 +60,12 @@ def split_graph(graph: fx.Graph, is_split_op: Callable[[fx.Node], bool]) -> list
 
 
 def _place(
-    node: fx.Node, segments: list[Segment], owner: dict[fx.Node, int], is_split_op: Callable[[fx.Node], bool], tuple_makers: set[fx.Node]
+    node: fx.Node,
+    segments: list[Segment],
+    owner: dict[fx.Node, int],
+    is_split_op: Callable[[fx.Node], bool],
+    tuple_makers: set[fx.Node],
+    kept: set[int],
 ) -> int:
     last = len(segments) - 1
     if is_split_op(node):
@@ -62,12 +78,26 @@ def _place(
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and source in tuple_makers and _is_getitem(node):
         return owner[source]
-    if last >= 1 and segments[last].kind == "break" and _is_hoistable(node) and _can_precede(node, segments[last], owner, last):
+    stays = any(kept & storages(used) for used in node.all_input_nodes)
+    if (
+        last >= 1
+        and segments[last].kind == "break"
+        and _is_hoistable(node)
+        and not stays
+        and _can_precede(node, segments[last], owner, last)
+    ):
         return last - 1
     if last < 0 or segments[last].kind == "break":
         segments.append(Segment("piece"))
         last += 1
     return last
+
+
+def _written_inputs(graph: fx.Graph) -> set[int]:
+    """Storages of graph inputs that some node writes: a view of one stays where it is, since a piece may not be given such a tensor
+    twice."""
+    written = {storage for node in graph.nodes if mutates(node) for storage in written_storages(node)}
+    return {storage for node in graph.nodes if node.op == "placeholder" for storage in storages(node) & written}
 
 
 def _can_precede(node: fx.Node, segment: Segment, owner: dict[fx.Node, int], position: int) -> bool:
@@ -77,6 +107,9 @@ def _can_precede(node: fx.Node, segment: Segment, owner: dict[fx.Node, int], pos
 
 
 def written_storages(node: fx.Node) -> set[int]:
+    statistics = _statistics(node)
+    if statistics:
+        return {storage for used in statistics for storage in storages(used)}
     schema = operator_schema(node.target)
     if schema is None and (node.op == "call_method" or getattr(node.target, "__module__", "") == "_operator"):
         return storages(node.all_input_nodes[0]) if mutates(node) else set()
@@ -87,6 +120,17 @@ def written_storages(node: fx.Node) -> set[int]:
         named.get(argument.name) for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return {storage for value in written if isinstance(value, fx.Node) for storage in storages(value)}
+
+
+def _statistics(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a norm over the batch updates without saying so in its name."""
+    found = _NORMS.get(node.target) if node.op == "call_function" and callable(node.target) else None
+    if found is None:
+        return []
+    names, flag, default = found
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    running = [given.get(name) for name in ("running_mean", "running_var")]
+    return [item for item in running if isinstance(item, fx.Node)] if given.get(flag, default) else []
 
 
 def storages(node: fx.Node) -> set[int]:
@@ -187,4 +231,4 @@ def mutates(node: fx.Node) -> bool:
     schema = operator_schema(node.target)
     if schema is not None:
         return bool(schema.is_mutable)
-    return name.endswith("_") or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+    return bool(_statistics(node)) or name.endswith("_") or "out" in node.kwargs or bool(node.kwargs.get("inplace"))

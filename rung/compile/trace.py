@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from rung import torch_compat
+from rung.compile.ambient import note_blocks
 from rung.compile.arguments import Container, leaves, replace_tensors
 from rung.compile.audit import FixedDimension, audit_symbols, refuse_sizes_of_values
 from rung.compile.effects import net_effects, refuse_side_effects
@@ -73,7 +74,8 @@ def _trace_once(
     example = _example_arguments(locals_, dynamic, size)
     args, kwargs = _as_call(function, example)
     try:
-        capture = torch_compat.capture_graph(function, args, kwargs)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not _wants_gradient(function)):  # code may ask for the mode
+            capture = torch_compat.capture_graph(function, args, kwargs)
     except torch_compat.NoTensorOpsError:
         raise TraceError(
             f"{_name(function)} contains no tensor operation, so there is nothing to compile", hint="leave this module unwrapped"
@@ -91,7 +93,9 @@ def _trace_once(
     _refuse_subclasses(inputs, full)
     refuse_sizes_of_values(capture, _name(function))
     symbols, bounds, unified = audit_symbols(capture, inputs, dynamic, maximum, _name(function))
+    note_blocks(capture.graph_module.graph)
     template = _record_template(capture, function, inputs, full, args, kwargs, owner)
+    roots = Roots(function, ignored=[(region.holder, region.name) for region in regions.values()])
     return TracedGraph(
         capture.graph_module,
         inputs,
@@ -101,7 +105,7 @@ def _trace_once(
         source_refs(capture.traced_code),
         unified,
         capture.bytecode,
-        collect_guards(capture.guards, Roots(function, ignored=[(region.holder, region.name) for region in regions.values()])),
+        collect_guards(capture.guards, roots, capture.traced_code),
         regions,
     )
 
@@ -114,6 +118,11 @@ def _declared(dynamic: DynamicDims) -> DynamicDims:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
+
+
+def _wants_gradient(function: Callable[..., Any]) -> bool:
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, nn.Module) and any(parameter.requires_grad for parameter in owner.parameters())
 
 
 def _free_size(function: Callable[..., Any]) -> int:

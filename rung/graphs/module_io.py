@@ -22,14 +22,16 @@ def written_weights(compiled: CompiledFunction) -> list[int]:
 
 @contextmanager
 def kept_state(compiled: CompiledFunction) -> Iterator[list[torch.Tensor]]:
-    """Runs inside the block belong to nobody: buffers that the module updates in place are put back. Yields those buffers."""
+    """Runs inside the block belong to nobody: buffers that the module updates in place are put back. Yields those buffers. Code that runs
+    eagerly because it would not trace may update any buffer, so with such regions all of them are put back."""
     written = [compiled.weights[number] for number in written_weights(compiled)]
+    kept = list({id(tensor): tensor for tensor in (*written, *compiled.region_buffers)}.values())
     with torch.no_grad():
-        saved = [tensor.clone() for tensor in written]
+        saved = [tensor.clone() for tensor in kept]
         try:
             yield written
         finally:
-            for tensor, values in zip(written, saved, strict=True):
+            for tensor, values in zip(kept, saved, strict=True):
                 tensor.copy_(values)
 
 

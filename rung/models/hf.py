@@ -37,7 +37,7 @@ class FlatModel(nn.Module):
     @property
     def config(self) -> Any:
         """transformers' configuration, of which a runner reads `vocab_size` and `max_position_embeddings`."""
-        return self.model.config
+        return self.base.config
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = self.plain_forward(self.base, input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)

@@ -60,7 +60,8 @@ def find_kernels(module: nn.Module, compiled: CompiledFunction, configs: Sequenc
     owner = {compiled.plan.inputs[number].local: module for number in compiled.weights}
     pieces = compiled.pieces_through(torch_compat.memoryless)
     quiet = CompiledFunction(compiled.plan, pieces, owner)
-    with torch_compat.fake_mode_of(module), torch.no_grad(), rehearse_launches(capability) as rehearsal:
+    without_memory = torch_compat.fake_mode_of(module)
+    with torch_compat.quiet_compiler(), without_memory, torch.no_grad(), rehearse_launches(capability) as rehearsal:
         for config in configs:
             _rehearse(module, quiet, config)
     return rehearsal

@@ -6,6 +6,7 @@ what does not.
 
 from __future__ import annotations
 
+from rung.torch_compat.ambient import enter_autocast, exit_autocast, mode_change
 from rung.torch_compat.capture import (
     Capture,
     NoTensorOpsError,
@@ -30,11 +31,15 @@ from rung.torch_compat.dispatch import (
     map_tensors,
     no_dispatch_modes,
     occupy_stream,
+    python_dispatcher,
     single_overload,
     storage_identity,
     storage_use_count,
+    transform_checks,
+    transforming,
     tree_leaves,
 )
+from rung.torch_compat.distributed import communicates, topology
 from rung.torch_compat.fresh_symbols import FreshSymbols
 from rung.torch_compat.generated_code import (
     GeneratedCode,
@@ -46,7 +51,7 @@ from rung.torch_compat.generated_code import (
     wrapper_builtins,
     wrapper_names,
 )
-from rung.torch_compat.guards import DynamoGuard, function_modes, global_hooks, has_function_modes
+from rung.torch_compat.guards import DynamoGuard, function_modes, global_hooks, hook_registrations, mode_checks
 from rung.torch_compat.inductor import (
     artifact_source,
     compile_piece,
@@ -112,6 +117,7 @@ __all__ = [
     "bounding_constant",
     "call_device_kernel",
     "capture_graph",
+    "communicates",
     "compile_lock",
     "compile_piece",
     "compile_triton",
@@ -119,14 +125,16 @@ __all__ = [
     "deserialize_artifact",
     "device_factors",
     "end_allocation_to_pool",
+    "enter_autocast",
     "evaluate_size",
+    "exit_autocast",
     "fake_mode_of",
     "fakes_of",
     "free_symbols",
     "function_modes",
     "generator_key",
     "global_hooks",
-    "has_function_modes",
+    "hook_registrations",
     "in_dispatch_mode",
     "graph_pass",
     "hash_compilers",
@@ -143,6 +151,8 @@ __all__ = [
     "is_sym_int_node",
     "map_tensors",
     "may_return_view",
+    "mode_change",
+    "mode_checks",
     "no_dispatch_modes",
     "mark_unbacked",
     "memoryless",
@@ -152,6 +162,7 @@ __all__ = [
     "occupy_stream",
     "pretend_cuda",
     "profiling",
+    "python_dispatcher",
     "quiet_compiler",
     "raw_callable",
     "raw_stream_calls",
@@ -163,8 +174,11 @@ __all__ = [
     "storage_use_count",
     "symbol_of",
     "toolchain_factors",
+    "topology",
     "trace_body",
     "trace_example",
+    "transform_checks",
+    "transforming",
     "tree_leaves",
     "triton_interpreted",
     "triton_parameters",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import inspect
 import re
@@ -49,7 +50,7 @@ def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     settings = dynamo_config.patch(
         specialize_float=True, automatic_dynamic_shapes=False, assume_static_by_default=True, side_effect_replay_policy="warn"
     )
-    with compile_lock, settings, torch.no_grad(), get_metrics_context(), dynamo_timed("rung.capture"), _side_effects() as side_effects:
+    with compile_lock, settings, get_metrics_context(), dynamo_timed("rung.capture"), _side_effects() as side_effects:
         captured: Any = fullgraph_capture(function, args, kwargs)
     output: Any = captured.graph_capture_output
     if captured.backend_input is None:
@@ -67,8 +68,15 @@ def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         bytecode=output.bytecode,
         guards=dynamo_guards(output.output_graph),
         side_effects=tuple(side_effects),
-        replay=lambda compiled: captured.forward_callable(compiled_fn=compiled, extra_globals=output.f_globals),
+        replay=lambda compiled: captured.forward_callable(compiled_fn=compiled, extra_globals=_with_builtins(output)),
     )
+
+
+def _with_builtins(output: Any) -> dict[str, Any]:
+    """The globals of a capture's bytecode. 2.11 takes builtins that it names for globals that are missing; can go with 2.11."""
+    names: dict[str, Any] = output.f_globals
+    missing = {name: vars(builtins)[name] for name in output.bytecode.co_names if name in vars(builtins) and name not in names}
+    return {**names, **missing} if missing else names
 
 
 def _forget_real_tensors(placeholders: list[fx.Node]) -> None:

@@ -47,6 +47,25 @@ def in_dispatch_mode() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+def python_dispatcher() -> AbstractContextManager[Any]:
+    """Composite ops run by their Python decompositions, as in a trace. Their C++ bodies ask for sizes as numbers, so that 2.11 and 2.12 can
+    run a batched matmul on a free size only so (pytorch/pytorch#183398). Can go with 2.12."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    dispatcher: AbstractContextManager[Any] = enable_python_dispatcher()
+    return dispatcher
+
+
+def transforming() -> bool:
+    """Whether somebody watches or transforms the operations of this thread one by one: a dispatch mode, torch.func, torch.jit.trace."""
+    return any(check() for check in transform_checks())
+
+
+def transform_checks() -> tuple[Callable[[], Any], ...]:
+    """What `transforming` asks: functions whose result is false where nobody does."""
+    return torch._C._len_torch_dispatch_stack, torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
+
+
 def no_dispatch_modes() -> AbstractContextManager[Any]:
     """Operations inside go past all Python dispatch modes."""
     from torch.utils._python_dispatch import _disable_current_modes

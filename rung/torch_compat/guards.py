@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,13 @@ def global_hooks() -> tuple[dict[Any, Any], ...]:
     return module._global_forward_hooks, module._global_forward_pre_hooks
 
 
+def hook_registrations() -> Any:
+    """The class whose `next_id` grows with every hook that anybody registers on a module or tensor (torch.utils.hooks)."""
+    from torch.utils.hooks import RemovableHandle
+
+    return RemovableHandle
+
+
 def function_modes() -> tuple[str, ...]:
     """Names of the torch function modes that are active, outermost first; a default device is one."""
     import torch
@@ -57,8 +65,13 @@ def function_modes() -> tuple[str, ...]:
     return tuple(names)
 
 
-def has_function_modes() -> bool:
-    """Whether any torch function mode is active."""
+def mode_checks() -> dict[str, Callable[[], Any]]:
+    """Queries of global modes without the Python around them, which costs more than they do: whether autocast holds for any device,
+    whether algorithms are deterministic, how many torch function modes are active."""
     import torch
 
-    return bool(torch._C._len_torch_function_stack())
+    return {
+        "autocast": torch._C._is_any_autocast_enabled,
+        "deterministic": torch._C._get_deterministic_algorithms,
+        "function_modes": torch._C._len_torch_function_stack,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +11,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from rung.torch_compat.ambient import CACHEABLE
 from rung.torch_compat.compiler import compile_lock
 from rung.torch_compat.fresh_symbols import FreshSymbols
+
+# Two passes that move calls for locality and memory do not know that random numbers come in an order (pytorch/pytorch#176842 and #192635).
+# Can go when both do.
+_IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+_DRAWS = re.compile(r"rand|dropout|bernoulli|normal|multinomial|poisson|uniform|exponential|geometric|cauchy|rrelu")
+
+
+def _draws(graph_module: fx.GraphModule) -> bool:
+    """Whether a graph may draw several random numbers: a name with that sound is enough."""
+    names = [str(getattr(node.target, "__name__", node.target)) for node in graph_module.graph.nodes if node.op.startswith("call_")]
+    return sum(bool(_DRAWS.search(name)) for name in names) > 1
 
 
 def compile_piece(graph_module: fx.GraphModule, fresh: FreshSymbols, inputs: Sequence[Any], config: dict[str, Any]) -> Any:
@@ -24,9 +37,10 @@ def compile_piece(graph_module: fx.GraphModule, fresh: FreshSymbols, inputs: Seq
 
     shapes_config: Any = _config  # its `patch` is installed at run time
 
+    patches = {"unsafe_marked_cacheable_functions": CACHEABLE, **(_IN_ORDER if _draws(graph_module) else {}), **config}
     with compile_lock, torch.no_grad(), tracing(TracingContext(fresh.mode)), shapes_config.patch(backed_size_oblivious=True):
         return standalone_compile(
-            graph_module, list(inputs), dynamic_shapes="from_tracing_context", options={"config_patches": config}, aot=True
+            graph_module, list(inputs), dynamic_shapes="from_tracing_context", options={"config_patches": patches}, aot=True
         )
 
 

@@ -25,7 +25,7 @@ from rung.compile.signature import own_signature, self_name
 from rung.compile.trace import TracedGraph, trace
 
 ROOT = FilePath(__file__).parents[2]
-TOY_OPS = ("rungtest::double", "rungtest::pair", "rungtest::write", "rungtest::first_rows", "rungtest::host_scale")
+TOY_OPS = ("rungtest::double", "rungtest::pair", "rungtest::write", "rungtest::write_both", "rungtest::first_rows", "rungtest::host_scale")
 HOST_FACTOR = {"factor": 2.0}  # what `host_scale` reads on the host
 
 _library = torch.library.Library("rungtest", "FRAGMENT")
@@ -44,6 +44,11 @@ _define("double(Tensor x) -> Tensor", lambda x: x * 2)
 _define("pair(Tensor x) -> (Tensor, Tensor)", lambda x: (x + 1, x - 1))
 _define(
     "write(Tensor x, Tensor(a!) out, float scale=1.0) -> ()", lambda x, out, scale=1.0: (out.copy_(x * scale), None)[1], lambda *_: None
+)
+_define(
+    "write_both(Tensor x, Tensor(a!) left, Tensor(b!) right) -> ()",
+    lambda x, left, right: (left.copy_(x), right.add_(x), None)[2],
+    lambda *_: None,
 )
 _define("first_rows(Tensor x, SymInt rows) -> Tensor", lambda x, rows: x[:rows].clone(), lambda x, rows: x.new_empty(rows, x.shape[1]))
 _define("lies_size(Tensor x) -> Tensor", lambda x: x[:, :-1].clone(), lambda x: torch.empty_like(x))
@@ -190,6 +195,15 @@ class Pair(NamedTuple):
     right: torch.Tensor
 
 
+class Like(OrderedDict[str, Any]):
+    """As the outputs of transformers: a mapping whose entries are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
 class Structures(nn.Module):
     """Returns the structure called `kind`, every value computed from x."""
 
@@ -209,6 +223,8 @@ class Structures(nn.Module):
             "dataclass": lambda: Output(y),
             "namedtuple": lambda: Pair(y, x * 2),
             "ordered dict": lambda: OrderedDict(b=y, a=x * 2),
+            "mapping with attributes": lambda: Like(logits=y, rest=(x * 2,)),
+            "empty containers": lambda: (y, (), [], {}),
             "size": lambda: (y, x.shape[0]),
             "size arithmetic": lambda: (y, x.shape[0] * 2 + 1),
             "constants": lambda: (y, 3, 2.5, "text", True, float("nan")),
@@ -226,6 +242,8 @@ STRUCTURES = (
     "dataclass",
     "namedtuple",
     "ordered dict",
+    "mapping with attributes",
+    "empty containers",
     "size",
     "size arithmetic",
     "constants",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -55,16 +56,24 @@ def test_a_pass_that_changed_a_piece_has_a_file(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["piece_03.pass_00_before.txt", "piece_03.pass_01_norms.txt"]
 
 
+def forbidden(self: Path) -> bool:
+    if self.parent.name == "dump":
+        raise PermissionError("not allowed")
+    return os.path.exists(self)
+
+
 def raising(*_: object) -> None:
     raise RuntimeError("the disk is full")
 
 
-@pytest.mark.parametrize("how", ["unwritable", "raising"])
+@pytest.mark.parametrize("how", ["unwritable", "forbidden", "raising"])
 def test_dump_that_fails_warns_and_the_run_is_right(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RUNG_DUMP", str(tmp_path / "file" if how == "unwritable" else tmp_path / "dump"))
     if how == "raising":
         monkeypatch.setattr(Dump, "_text", staticmethod(raising))
+    if how == "forbidden":
+        monkeypatch.setattr(Path, "exists", forbidden)
     eager = Block()
     module = rung.wrap(Block(), dynamic={"x": {0: "rows"}}, split_ops=("rungtest::write",))
     module.load_state_dict(eager.state_dict())

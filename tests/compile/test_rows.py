@@ -13,6 +13,7 @@ from torch import nn
 
 from rung.compile.rows import Verdict, output_dims, prove_rows
 from rung.compile.trace import trace
+from rung.errors import DynamicShapeError
 from rung.graphs import BufferSpec, check_padding
 from rung.passes.ir import linear, norm_linear, rms_norm, silu_and_mul
 from tests.compile.cases import bound, double
@@ -21,7 +22,12 @@ Function = Callable[..., Any]
 
 
 def prove(function: Function, *args: torch.Tensor, dynamic: Any = None, row_wise: tuple[str, ...] = ()) -> dict[str, Verdict | None]:
-    traced = trace(function, bound(function, args), dynamic or {"x": {0: "rows"}})
+    try:
+        traced = trace(function, bound(function, args), dynamic or {"x": {0: "rows"}})
+    except DynamicShapeError:
+        if torch.__version__ < "2.13":  # 2.11 cannot be told that a free size is not 0, and both decide on more sizes than later versions
+            pytest.skip("this torch decides on the free size inside of the op")
+        raise
     return prove_rows(traced.graph_module, traced.symbols, traced.bounds, set(traced.symbols.values()), row_wise)
 
 

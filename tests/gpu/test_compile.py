@@ -57,6 +57,19 @@ def test_loaded_again_without_a_trace() -> None:
     assert again.rung.counters[Count.DYNAMO_TRACES] == again.rung.counters[Count.INDUCTOR_COMPILES] == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"background_variants": True}, {"graphs": "full", "maximum": 64}], ids=["now", "behind", "graphs"])
+def test_sizes_with_code_of_their_own(options: dict[str, Any]) -> None:
+    eager = Net().to("cuda")
+    module = rung.wrap(copy.deepcopy(eager), dynamic={"x": {0: "rows"}}, variants=(1, 8, (16, 64)), **options)
+    for rows in (3, 1, 8, 16, 33, 64, 8):
+        x = torch.randn(rows, 8, device="cuda")
+        torch.testing.assert_close(module(x), eager(x), rtol=1e-5, atol=1e-5)
+        assert module.rung.wait_for_variants()
+    found = {one["sizes"]: one for one in module.rung.report()[0]["variants"]}
+    assert {one["state"] for one in found.values()} == {"compiled"}
+    assert all(one["calls"] > 0 for one in found.values())
+
+
 def test_no_trace_serves_another_device() -> None:
     module, eager = both(Net(), torch.float32)
     x = torch.randn(3, 8)
@@ -122,4 +135,55 @@ def test_strides_of_what_crosses_a_cut(maximum: int | None) -> None:
     for rows in (40, 17, 1):
         x = torch.randn(rows, 1048, device="cuda")
         torch.testing.assert_close(module(x, buffer[:, :rows]), eager(x, buffer[:, :rows]), rtol=1e-4, atol=1e-4)
+    assert module.rung.counters[Count.DYNAMO_TRACES] == 1
+
+
+def test_autocast_is_left_to_eager_mode_outside_and_compiled_inside() -> None:
+    """T39: the ambient autocast runs eagerly with a reason; a block inside of forward is compiled, with its dtype in the key."""
+    module, eager = both(Net(), torch.float32)
+    x = torch.randn(3, 8, device="cuda")
+    module(x)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cuda", dtype):
+            assert module(x).dtype is eager(x).dtype
+            torch.testing.assert_close(module(x), eager(x))
+    assert module.rung.counters["eager.autocast"] == 4
+    assert module(x).dtype is torch.float32
+
+    def gram(x: torch.Tensor, half: bool) -> torch.Tensor:
+        with torch.autocast("cuda", torch.float16 if half else torch.bfloat16):
+            return x @ x.t()
+
+    for _ in range(2):
+        wrapped = rung.wrap(gram, dynamic={})
+        for half in (True, False):
+            assert wrapped(x, half).dtype is gram(x, half).dtype
+            torch.testing.assert_close(wrapped(x, half), gram(x, half), rtol=2e-2, atol=2e-2)
+
+
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+class Lazy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0, device=x.device)
+        return x * self.table
+
+
+@pytest.mark.parametrize("serve", MODES)
+@pytest.mark.parametrize("warm", MODES)
+def test_state_of_the_first_call_in_every_mode(warm: str, serve: str) -> None:
+    """T41, with graphs: their static buffers are ordinary tensors in whichever mode they were made."""
+    module = rung.wrap(Lazy().cuda(), dynamic={"x": {0: "rows"}}, graphs="full")
+    for mode in (warm, serve):
+        with MODES[mode]():
+            for rows in (3, 2, 3):
+                x = torch.full((rows, 4), float(rows), device="cuda")
+                torch.testing.assert_close(module(x), x * torch.arange(4.0, device="cuda"))
+    assert not module.table.is_inference()
     assert module.rung.counters[Count.DYNAMO_TRACES] == 1

@@ -26,6 +26,7 @@ class Kind(StrEnum):
     HOOKS = "hooks"  # a module without hooks of its own
     TENSOR = "tensor"  # a tensor of this layout; its address and identity are looked at behind the work
     TIED = "tied"  # the same object as at another path
+    RESULT = "result"  # a function that, called without arguments, gives this value
 
 
 _GONE = object()
@@ -55,6 +56,9 @@ class Guard:
         if self.kind is Kind.KEYS:
             now = [describe(key) for key in found]
             return "" if now == self.value else f"{self.name} has other keys, or an other order of them"
+        if self.kind is Kind.RESULT:
+            now = describe(found())
+            return "" if now == self.value else f"{self.name}() was {_words(self.value)} and is {_words(now)}"
         if self.kind is Kind.HOOKS:
             return f"{self.name} has entries now" if found else ""
         if self.kind is Kind.TIED:

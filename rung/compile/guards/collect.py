@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import builtins
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from rung import torch_compat
 from rung.compile.guards.base import Guard, GuardSet, Kind
-from rung.compile.guards.describe import describe
+from rung.compile.guards.describe import belongs_to_torch, describe
+from rung.compile.guards.edges import follow
+from rung.compile.guards.reads import more_guards
 from rung.compile.guards.roots import ARGUMENT, GLOBALS, Roots, key_of, path_of
-from rung.compile.paths import Access, NthKey, Path, nth_key
+from rung.compile.paths import NthKey, Path, nth_key
+from rung.compile.sources import user_code
 
 _KINDS = {
     "CONSTANT_MATCH": Kind.VALUE,
@@ -56,9 +58,10 @@ _ELSEWHERE = frozenset(
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots) -> GuardSet:
-    """The guards of a trace that was made with what `roots` hold now. Left out: arguments, which the entry checks, what belongs to torch
-    or Python (their versions are in every key), and the hooks of the owner itself, which run around its compiled method."""
+def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots, codes: Collection[types.CodeType] = ()) -> GuardSet:
+    """The guards of a trace that was made with what `roots` hold now, through the functions of `codes`. Left out: arguments, which the
+    entry checks, what belongs to torch or Python (their versions are in every key), and the hooks of the owner itself, which run around its
+    compiled method."""
     guards: dict[str, Guard] = {}
     unknown: dict[str, None] = {}
     for one in noted:
@@ -87,6 +90,8 @@ def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots) -> G
             guards[repr(guard)] = guard
             if kind is Kind.OBJECT:
                 guards |= {repr(extra): extra for extra in _defaults(path, roots)}
+    found = list(guards.values())
+    guards |= {repr(guard): guard for guard in more_guards(found, user_code(codes), roots)}
     return GuardSet(tuple(guards.values()), tuple(unknown))
 
 
@@ -156,23 +161,10 @@ def _is_fixed(path: Path, roots: Roots) -> bool:
     except (KeyError, ImportError):
         return False
     for access in path.accesses:
-        if _belongs_to_torch(value):
+        if belongs_to_torch(value):
             return True
         try:
-            value = step(value, access)
+            value = follow(value, access)
         except (KeyError, AttributeError, IndexError, TypeError):
             return False
-    return _belongs_to_torch(value) and not isinstance(value, torch.nn.Module)
-
-
-def _belongs_to_torch(value: Any) -> bool:
-    if value is builtins.__dict__:
-        return True
-    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ if isinstance(value, type) else ""
-    return name.partition(".")[0] in ("torch", "builtins", "typing", "collections", "abc", "functools", "math", "operator", "itertools")
-
-
-def step(value: Any, access: Access) -> Any:
-    """One access of a path."""
-    kind, key = access
-    return getattr(value, key) if kind == "attr" else value[key]
+    return belongs_to_torch(value) and not isinstance(value, torch.nn.Module)

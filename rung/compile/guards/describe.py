@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
 import functools
 import types
@@ -33,6 +34,8 @@ def describe(value: Any) -> Any:
         return ["class", _qualified(value)]
     if isinstance(value, types.FunctionType):
         return ["function", f"{_qualified(value)} {code_digest(value.__code__)[:16]}"]
+    if isinstance(value, staticmethod | classmethod | property):
+        return _all(type(value).__name__, (value.fget, value.fset, value.fdel) if isinstance(value, property) else (value.__func__,))
     if isinstance(value, types.CodeType):
         return ["code", code_digest(value)]
     if isinstance(value, types.ModuleType):
@@ -67,6 +70,14 @@ def _described_container(value: Any) -> Any:
 def _all(tag: str, items: Any) -> Any:
     described = [describe(item) for item in items]
     return None if any(item is None for item in described) else [tag, described]
+
+
+def belongs_to_torch(value: Any) -> bool:
+    """Whether a module, a class or Python's own names belong to torch or to Python, whose versions are in every key."""
+    if value is builtins.__dict__:
+        return True
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ if isinstance(value, type) else ""
+    return name.partition(".")[0] in ("torch", "builtins", "typing", "collections", "abc", "functools", "math", "operator", "itertools")
 
 
 def _qualified(value: Any) -> str:

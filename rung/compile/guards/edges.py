@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from rung.compile.generated import Source
@@ -30,20 +29,11 @@ class Edge:
             return f"{held}.{self.key}"
         return f"{held}[{self.key!r}]" if isinstance(self.key, str | int) else f"{held}[{source.bind(self.key)}]"
 
-    def entry(self) -> tuple[Any, Any, Any, int]:
-        """Container, key, child and the child's address: what a sweep compares with `container[key]`."""
-        address = self.child.data_ptr() if isinstance(self.child, torch.Tensor) else 0
-        return _Attributes(self.container) if self.kind == "attr" else self.container, self.key, self.child, address
 
-
-@dataclass(frozen=True, slots=True)
-class _Attributes:
-    """Attributes as items."""
-
-    owner: Any
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.owner, name)
+def follow(value: Any, access: Access) -> Any:
+    """One access of a path."""
+    kind, key = access
+    return getattr(value, key) if kind == "attr" else value[key]
 
 
 def edge_of(container: Any, access: Access) -> Edge:

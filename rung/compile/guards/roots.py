@@ -33,6 +33,16 @@ class Roots(Mapping[str, Any]):
             self.owner_name = self_name(function)
             self._values[self.owner_name] = owner
 
+    @property
+    def code(self) -> Any:
+        """The code of the traced function."""
+        return getattr(self._values[FUNCTION], "__code__", None)
+
+    @property
+    def filename(self) -> str:
+        """Where it stands; other code of this file reads the same globals."""
+        return getattr(self.code, "co_filename", "")
+
     def __getitem__(self, name: str) -> Any:
         if name.startswith(_MODULE):
             return import_module(name.removeprefix(_MODULE).removesuffix(">"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Sequence
+import types
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,13 +11,10 @@ from torch import nn
 
 from rung import torch_compat
 from rung.compile.generated import Source
-from rung.compile.guards.base import Guard, GuardSet, Kind
+from rung.compile.guards.base import Guard, GuardSet
 from rung.compile.guards.edges import Edge, edge_of
+from rung.compile.guards.late import LateChecks
 from rung.compile.guards.roots import Roots
-
-PART = 32  # tensors looked at behind a call: about 3 us
-OVERRIDES = 16  # and overrides of methods
-TABLES = 32  # and modules with submodules: about 2 us
 
 _UNCHECKED = frozenset(
     {"__class__", "__code__", "__dict__", "__closure__", "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"}
@@ -27,10 +24,10 @@ _UNCHECKED = frozenset(
 class GuardState:
     """The guards of one trace, bound to the objects that are there now.
 
-    `unchanged()` compares objects by identity, each place once however many guards lead through it: scalars, functions, containers,
-    hooks. `swept()` looks at a part of the submodules and tensors, and at the first and last tensor, which every conversion of a module
-    moves.
-    Neither describes anything; when one says no, `violation()` tells whether a trace would come out differently, and of what."""
+    `unchanged()` compares objects by identity, each place once however many guards lead through it: scalars, functions and their code,
+    containers, hooks. `swept()` looks at a part of the submodules and tensors, and at the first and last tensor, which every conversion of
+    a module moves; `all_swept()` at all of them. None describes anything; when one says no, `violation()` tells whether a trace would come
+    out differently, and of what."""
 
     def __init__(self, guards: GuardSet, roots: Roots, dropped: Collection[str] = ()) -> None:
         self.guards = GuardSet(tuple(guard for guard in guards.guards if guard.kind not in dropped), guards.unknown)
@@ -43,51 +40,24 @@ class GuardState:
         self._slots: dict[tuple[int, str, Any], Edge] = {}
         self._checks: dict[str, None] = {}
         self.source = Source("unchanged", "")
-        self._tables: dict[int, Any] = {}  # of submodules
+        self._modules: dict[int, nn.Module] = {}
+        self._tables: set[int] = set()  # of submodules
         self._tensor_tables: set[int] = set()
         self._hooks: list[Any] = [*torch_compat.global_hooks()]
         self._overrides: dict[tuple[int, str], tuple[Any, str]] = {}
         for guard in self.guards.guards:
             self._bind(guard)
-        tables = [table for table in self._tables.values() if table] if self._submodules else []
-        # Dicts compare their values by identity first, in C.
-        self._all_tables = tables, [dict(table) for table in tables]
-        self._table_parts = itertools.cycle(zip(*(_parts(side, TABLES) for side in self._all_tables), strict=True))
+        tensors = [edge for edge in self._slots.values() if self._is_swept(edge)]
+        modules = list(self._modules.values()) if self._submodules else []
+        late = LateChecks(tensors, modules, list(self._overrides.values()), self._hooks)
         self.unchanged: Callable[[], bool] = self._build()
-        entries = [edge.entry() for edge in self._slots.values() if self._is_swept(edge)]
-        self._ends = [entries[0], entries[-1]] if len(entries) > PART else []
-        self._parts = itertools.cycle(_parts(entries, PART))
-        self._override_parts = itertools.cycle(_parts(list(self._overrides.values()), OVERRIDES))
-        self._all = entries, list(self._overrides.values())
-        del self._slots, self._checks, self._tables, self._tensor_tables, self._overrides
-
-    def swept(self) -> bool:
-        """Whether the next part of the submodules and tensors is the same, and lies where it lay."""
-        for own, name in next(self._override_parts):
-            if name in own:
-                return False
-        tables, seen = next(self._table_parts)
-        return tables == seen and self._same(self._ends) and self._same(next(self._parts))
-
-    def all_swept(self) -> bool:
-        """Whether all of them are."""
-        entries, overrides = self._all
-        tables, seen = self._all_tables
-        return tables == seen and self._same(entries) and not any(name in own for own, name in overrides)
+        self.swept: Callable[[], bool] = late.next
+        self.all_swept: Callable[[], bool] = late.all
+        del self._slots, self._checks, self._modules, self._tables, self._tensor_tables, self._hooks, self._overrides
 
     def violation(self) -> str:
         """The first guard that does not hold by value, in words; empty when objects changed but a trace would come out as it did."""
         return self.guards.violation(self.roots)
-
-    @staticmethod
-    def _same(entries: list[Any]) -> bool:
-        try:
-            for container, key, seen, address in entries:
-                if container[key] is not seen or (address and seen.data_ptr() != address):
-                    return False
-        except (KeyError, AttributeError, IndexError):
-            return False
-        return True
 
     # --- binding ---------------------------------------------------------------------------------------------------------------------
 
@@ -95,41 +65,64 @@ class GuardState:
         value: Any = self.roots[guard.path.local]
         for access in guard.path.accesses:
             value = self._follow(value, access)
-        bind = self.source.bind
-        if guard.kind is Kind.HOOKS:
-            self._hooks.append(value)
-        elif guard.kind is Kind.OVERRIDE:
-            own = vars(value)
-            self._overrides[id(own), guard.value[0]] = (own, guard.value[0])
-        elif id(value) in self._tables:
-            return  # compared as a whole
-        elif guard.kind is Kind.LENGTH:
-            self._checks[f"len({bind(value)}) == {guard.value}"] = None
-        elif guard.kind is Kind.KEYS:
-            self._checks[f"(*{bind(value)},) == {bind((*value,))}"] = None
-        elif guard.kind is Kind.CONTAINS:
-            key, present = guard.value
-            self._checks[f"({key!r} in {bind(value)}) is {present}"] = None
-        elif guard.kind is Kind.ATTRIBUTE:
-            key, present = guard.value
-            self._checks[f"{bind(hasattr)}({bind(value)}, {key!r}) is {present}"] = None
+        check = getattr(self, f"_bind_{guard.kind}", None)
+        if check is not None:
+            check(value, guard.value)
+
+    def _check(self, text: str) -> None:
+        self._checks[text] = None
+
+    def _bind_hooks(self, found: Any, _: None) -> None:
+        self._hooks.append(found)
+
+    def _bind_object(self, found: Any, _: Any) -> None:
+        function = getattr(found, "__func__", found)
+        if isinstance(function, types.FunctionType):  # tools that load edited code put it into the same function
+            self._check(f"{self.source.bind(function)}.__code__ is {self.source.bind(function.__code__)}")
+
+    def _bind_type(self, found: Any, _: Any) -> None:
+        if hasattr(found, "__dict__") and not isinstance(found, nn.Module):
+            self._check(f"{self.source.bind(found)}.__class__ is {self.source.bind(type(found))}")
+
+    def _bind_override(self, found: Any, value: list[Any]) -> None:
+        own, name = vars(found), value[0]
+        if callable(getattr(type(found), name, None)):
+            self._overrides[id(own), name] = (own, name)
+        else:  # data of the class, which an instance may hide by its own
+            self._check(f"{name!r} not in {self.source.bind(own)}")
+
+    def _bind_length(self, found: Any, value: int) -> None:
+        if id(found) not in self._tables:
+            self._check(f"len({self.source.bind(found)}) == {value}")
+
+    def _bind_keys(self, found: Any, _: Any) -> None:
+        if id(found) not in self._tables:
+            self._check(f"(*{self.source.bind(found)},) == {self.source.bind((*found,))}")
+
+    def _bind_contains(self, found: Any, value: list[Any]) -> None:
+        if id(found) not in self._tables:
+            self._check(f"({value[0]!r} in {self.source.bind(found)}) is {value[1]}")
+
+    def _bind_attribute(self, found: Any, value: list[Any]) -> None:
+        self._check(f"{self.source.bind(hasattr)}({self.source.bind(found)}, {value[0]!r}) is {value[1]}")
+
+    def _bind_result(self, found: Any, _: Any) -> None:
+        self._check(f"{self.source.bind(found)}() == {self.source.bind(found())}")
 
     def _follow(self, container: Any, access: tuple[str, Any]) -> Any:
         """One access; its check is noted where it is the first through this place."""
         edge = edge_of(container, access)
         if isinstance(container, nn.Module):
+            self._modules[id(container)] = container
+            self._tables.add(id(container._modules))
             self._tensor_tables |= {id(container._parameters), id(container._buffers)}
         place = (id(edge.container), edge.kind, edge.key if isinstance(edge.key, str | int) else id(edge.key))
         if place in self._slots:
             return self._slots[place].child
         self._slots[place] = edge
-        if isinstance(container, nn.Module) and edge.key == "_modules":
-            self._tables[id(edge.child)] = edge.child
-        elif self._is_swept(edge) or edge.key in _UNCHECKED or id(edge.container) in self._tables:
-            pass
-        else:
+        if not (self._is_swept(edge) or edge.key in _UNCHECKED or id(edge.container) in self._tables):
             comparison = "is" if edge.stable else "=="
-            self._checks[f"{edge.expression(self.source)} {comparison} {self.source.bind(edge.child)}"] = None
+            self._check(f"{edge.expression(self.source)} {comparison} {self.source.bind(edge.child)}")
         return edge.child
 
     def _is_swept(self, edge: Edge) -> bool:
@@ -138,7 +131,7 @@ class GuardState:
 
     def _build(self) -> Callable[[], bool]:
         source = self.source
-        checks = [f"not {source.bind(any)}({source.bind(self._hooks)})", *self._checks]
+        checks = [self._hooks_check(), *self._checks]
         source.lines += [
             "try:",
             f"    return {' and '.join(checks)}",
@@ -147,6 +140,19 @@ class GuardState:
         ]
         return source.build("guards")
 
+    def _hooks_check(self) -> str:
+        """No hook was registered since the tables were last seen empty, or they still are."""
+        registered, tables = torch_compat.hook_registrations(), self._hooks
+        seen = [registered.next_id]
 
-def _parts(items: Sequence[Any], size: int) -> list[list[Any]]:
-    return [list(items[start : start + size]) for start in range(0, len(items), size)] or [[]]
+        def still_empty() -> bool:
+            now = registered.next_id
+            if any(tables):
+                return False
+            seen[0] = now
+            return True
+
+        bind = self.source.bind
+        if any(tables):  # a hook that the trace has inside
+            return f"not {bind(any)}({bind(tables)})"
+        return f"({bind(registered)}.next_id == {bind(seen)}[0] or {bind(still_empty)}())"

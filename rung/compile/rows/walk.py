@@ -43,7 +43,7 @@ def prove_rows(
             item.take_input(value, node)
     fake_mode: Any = next(found for value in inputs if (found := getattr(value, "fake_mode", None)) is not None)
     try:
-        with fake_mode, torch.no_grad():
+        with fake_mode, torch.no_grad(), torch_compat.python_dispatcher():
             _Walk(graph_module, mode).run(*inputs)
     except Exception as error:  # whatever torch raises for code that it cannot run on fake tensors: nothing is proved then
         for item in rows.values():

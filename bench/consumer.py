@@ -125,7 +125,7 @@ def consume(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
 def show(row: dict[str, Any]) -> bool:
     """Print a row; whether it is as it should be."""
     print(
-        f"\n{row['target']}: bundle {row['bundle_bytes'] / 2**20:.1f} MiB, store {row['store_bytes'] / 2**20:.1f} MiB, "
+        f"\n{row['target']}: bundle {row['bundle_bytes'] / 2**20:.2f} MiB, store {row['store_bytes'] / 2**20:.2f} MiB, "
         f"import {row['import_seconds']:.2f} s, verify {row['verify_seconds']:.2f} s (both with the start of their process)"
     )
     good = True

@@ -67,7 +67,7 @@ def gate_child(target: str, requests: int) -> dict[str, float]:
     from rung.runner.ops import default_ops
 
     gate += mark("import rung.runner")
-    tokens = max(2048 if device.type == "cuda" else 64, requests)
+    tokens = max(2048 if device.type == "cuda" else 512, requests)  # what `rung precompile` compiles for
     length = min(4096, module.config.max_position_embeddings)
     counters = Counters()
     compiled, report = compile_model(module, device, tokens, counters)

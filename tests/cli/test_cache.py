@@ -8,6 +8,7 @@ import pytest
 from click.testing import Result
 
 from rung.cache import Manifest, Store
+from rung.launch.choices import choice_entry
 from tests.cli.conftest import refused
 
 Run = Callable[..., Result]
@@ -97,3 +98,17 @@ def test_a_store_that_others_may_write_is_refused(rung: Run, store: Store, rung_
 
 def test_a_bundle_that_cannot_be_written_is_refused(rung: Run, store: Store, tmp_path: Path) -> None:
     assert "there is no folder" in refused(rung("cache", "export", tmp_path / "no" / "b.tar"))
+
+
+def test_a_piece_that_only_inductor_can_load_says_why(rung: Run, store: Store) -> None:
+    store.put(Manifest(kind="pieces", key="odd", factors={}, data={"stock_only": "name: an_unknown_name"}))
+    assert "only Inductor's loader can run it (name: an_unknown_name)" in rung("cache", "show", "odd").stdout
+    assert "Inductor's loader" not in rung("cache", "show", "aaa").stdout
+
+
+def test_measured_choices_become_a_file(rung: Run, store: Store, tmp_path: Path) -> None:
+    store.put(choice_entry(["a", "b"], "a GPU", "b", [2.0, 1.0]))
+    assert "1 choices written" in rung("cache", "tuning", tmp_path / "tuning.json").stdout
+    found = json.loads((tmp_path / "tuning.json").read_text())
+    assert found == {"format": 1, "choices": [{"codes": ["a", "b"], "device": "a GPU", "code": "b", "microseconds": [2.0, 1.0]}]}
+    assert "there is no folder" in refused(rung("cache", "tuning", tmp_path / "no" / "tuning.json"))

@@ -70,3 +70,8 @@ def test_a_gpu_target_is_built_and_loaded_without_the_gpu(rung: Callable[..., Re
     assert first["unique_pieces"] == second["hit_pieces"] == 3
     assert (first["hit_kernels"], second["hit_kernels"]) == (0, first["kernels"])
     assert first["kernels"] > 40
+
+
+def test_a_file_that_holds_no_choices_is_refused(rung: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "tuning.json").write_text("{}")
+    assert "is no tuning file of format 1" in refused(rung("precompile", *TARGET, "--tuning", tmp_path / "tuning.json"))

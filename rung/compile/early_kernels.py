@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 
 from rung import torch_compat
 from rung.counters import Count, Counters
@@ -49,7 +47,7 @@ class EarlyKernels:
                 for node in graph.nodes:
                     if node.op == "call_function" and isinstance(node.target, torch_compat.OpOverload) and node.target.namespace == "rung":
                         for size in self._sizes:
-                            _run(node, size)
+                            torch_compat.run_memoryless(node, size)
         except Exception:  # whatever an operation may raise on such tensors
             self._unseen = True
             self._counters.add(Count.UNFORESEEN_KERNELS)
@@ -59,17 +57,3 @@ class EarlyKernels:
         """Wait; whether the store has all images of so many pieces now."""
         failures = self._building.finish(self._capability)
         return not (failures or self._unseen) and len(self._seen) == num_pieces
-
-
-def _run(node: fx.Node, size: int) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    def concrete(argument: Any) -> Any:
-        value = argument.meta["val"] if isinstance(argument, fx.Node) else argument
-        if not isinstance(value, torch.Tensor):
-            return torch_compat.evaluate_size(value, size)
-        shape, stride = ([torch_compat.evaluate_size(extent, size) for extent in layout] for layout in (value.shape, value.stride()))
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-
-    with FakeTensorMode(), torch.no_grad():
-        node.target(*tree_map(concrete, node.args), **tree_map(concrete, node.kwargs))  # type: ignore[operator]

@@ -61,7 +61,7 @@ from rung.torch_compat.inductor import (
     serialize_artifact,
 )
 from rung.torch_compat.keys import device_factors, toolchain_factors
-from rung.torch_compat.memoryless import fake_mode_of, fakes_of, memoryless
+from rung.torch_compat.memoryless import fake_mode_of, fakes_of, memoryless, run_memoryless
 from rung.torch_compat.passes import PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
 from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
@@ -168,6 +168,7 @@ __all__ = [
     "raw_stream_calls",
     "readable",
     "resolved_symbol",
+    "run_memoryless",
     "serialize_artifact",
     "single_overload",
     "storage_identity",

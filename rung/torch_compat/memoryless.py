@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rung.errors import CompileError
+from rung.torch_compat.sizes import evaluate_size
 
 
 def memoryless(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -69,6 +70,22 @@ def fake_mode_of(module: torch.nn.Module) -> Any:
     """The mode of the tensors that `without_memory` made; active, it gives all new tensors no memory."""
     fake: Any = next(module.parameters())
     return fake.fake_mode
+
+
+def run_memoryless(node: torch.fx.Node, size: int) -> None:
+    """Run an operation of a graph that a compiler has in hand on tensors without memory, every symbol being `size`. What it raises goes
+    through, `KeyError` for arguments that nobody gave a value."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def concrete(argument: torch.fx.Node) -> Any:
+        value = argument.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return evaluate_size(value, size)
+        shape, stride = ([evaluate_size(extent, size) for extent in layout] for layout in (value.shape, value.stride()))
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+
+    with FakeTensorMode(), torch.no_grad():
+        node.target(*torch.fx.node.map_arg(node.args, concrete), **torch.fx.node.map_arg(node.kwargs, concrete))  # type: ignore[operator]
 
 
 class _Nothing:

@@ -95,10 +95,10 @@ class Dump:
 def _decompile(code: Any) -> str:
     if code is None:
         return "# traced by torch.compile, which keeps the bytecode to itself\n"
-    try:
-        from depyf import decompile
-    except ImportError:
-        return "# install rung[debug] to see Dynamo's bytecode decompiled\n"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # depyf 0.20 names nodes of `ast` that Python 3.12 and later warn of
+        warnings.simplefilter("ignore", DeprecationWarning)  # depyf 0.20 and astor name nodes of `ast` that Python 3.12 and later warn of
+        try:
+            from depyf import decompile
+        except ImportError:
+            return "# install rung[debug] to see Dynamo's bytecode decompiled\n"
         return str(decompile(code))

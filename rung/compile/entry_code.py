@@ -34,7 +34,7 @@ def generate_entry(variant: Variant, function: Callable[..., Any], owner: Any) -
     source.bind(variant, "_rung_variant")
     source.bind(variant.state, "_rung_state")
     checks.append("_rung_state.unchanged()")
-    sweep = "swept" if variant.repeatable else "all_swept"
+    sweep = "swept" if variant.repeatable else "identities_swept"
     if not variant.sweeps_behind:
         checks.append(f"_rung_state.{sweep}()")
     source.lines += [

@@ -77,6 +77,8 @@ def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots, code
                 guards[repr(entry)] = entry
             continue
         kind = _KINDS.get(one.kind)
+        if path is None and _is_setting_of_torch(one.source, roots):
+            continue
         if kind is None or path is None:
             if path is None or not _is_fixed(path, roots):
                 unknown[f"{one.kind} {one.source}"] = None
@@ -150,6 +152,12 @@ def _membership(kind: Kind, one: torch_compat.DynamoGuard, path: Path, roots: Ro
     if kind is Kind.OVERRIDE:
         return Guard(kind, path, [name, False]) if name not in getattr(found, "__dict__", {}) else None
     return Guard(kind, path, [name, hasattr(found, name)])
+
+
+def _is_setting_of_torch(source: str, roots: Roots) -> bool:
+    """Whether a call, such as `config.user_override.get()` of torch 2.14, is one of an object inside of torch."""
+    path = path_of(source.partition("(")[0].rpartition(".")[0], roots)
+    return path is not None and path is not ARGUMENT and _is_fixed(path, roots)
 
 
 def _is_fixed(path: Path, roots: Roots) -> bool:

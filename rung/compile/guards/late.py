@@ -43,6 +43,10 @@ class LateChecks:
         """Whether what the next part of each kind looks at is what it was."""
         return next(self._often)() and next(self._seldom)()
 
+    def identities(self) -> bool:
+        """The same for all parts of the first kind and the next of the second."""
+        return all(part() for part in self._parts[0]) and next(self._seldom)()
+
     def all(self) -> bool:
         """Whether everything is."""
         return all(part() for parts in self._parts for part in parts)

@@ -26,8 +26,8 @@ class GuardState:
 
     `unchanged()` compares objects by identity, each place once however many guards lead through it: scalars, functions and their code,
     containers, hooks. `swept()` looks at a part of the submodules and tensors, and at the first and last tensor, which every conversion of
-    a module moves; `all_swept()` at all of them. None describes anything; when one says no, `violation()` tells whether a trace would come
-    out differently, and of what."""
+    a module moves; `identities_swept()` at all of them, `all_swept()` at their sizes and strides too. None describes anything; when one
+    says no, `violation()` tells whether a trace would come out differently, and of what."""
 
     def __init__(self, guards: GuardSet, roots: Roots, dropped: Collection[str] = ()) -> None:
         self.guards = GuardSet(tuple(guard for guard in guards.guards if guard.kind not in dropped), guards.unknown)
@@ -52,6 +52,7 @@ class GuardState:
         late = LateChecks(tensors, modules, list(self._overrides.values()), self._hooks)
         self.unchanged: Callable[[], bool] = self._build()
         self.swept: Callable[[], bool] = late.next
+        self.identities_swept: Callable[[], bool] = late.identities
         self.all_swept: Callable[[], bool] = late.all
         del self._slots, self._checks, self._modules, self._tables, self._tensor_tables, self._hooks, self._overrides
 

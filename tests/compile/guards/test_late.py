@@ -76,3 +76,14 @@ def test_hooks_elsewhere_cost_one_look() -> None:
     assert not state.unchanged()
     handle.remove()
     assert state.unchanged()
+
+
+def test_before_a_call_that_writes_all_identities_are_looked_at() -> None:
+    module = net(60)
+    state = state_of(module)
+    assert state.identities_swept()
+    for name in ("parameter", "storage", "submodule", "method of a submodule"):
+        module = net(60)
+        state = state_of(module)
+        CHANGES[name](module)
+        assert not state.identities_swept()

@@ -153,6 +153,10 @@ class Driver:
         report.source = "compiled"
         report.passes.clear()
         dump = report.dump
+        device = _device(tensors, getattr(function, "__self__", None))
+        if device.type == "cuda":  # before the other imports and the trace: kernels wait for the workers
+            with report.clock("import Inductor"), torch_compat.quiet_compiler():
+                torch_compat.start_workers()
         traced = self._trace(function, locals_, dims, report)
         dump.traced(traced)
         rows = self._prove(traced, report)
@@ -160,7 +164,6 @@ class Driver:
         with report.clock("split"):
             whole = run_whole(traced.graph_module.graph, layers_of(Roots(function)), self.config)
             graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
-        device = _device(tensors, getattr(function, "__self__", None))
         stored = self._compile_pieces(graph, traced, device, report, dump, whole)
         blobs = _blobs(stored)
         bound = min((piece.bound for piece in stored if piece.bound is not None), default=None)

@@ -42,7 +42,8 @@ class StaticBuffer:
         self.spec = spec
         self.capacity = dict(capacity)
         shape = spec.resolve(capacity)
-        self._flat = torch.full((prod(shape),), spec.pad, dtype=spec.dtype, device=device)  # [elements at capacity]
+        with torch.inference_mode(False):  # else no other mode could write it
+            self._flat = torch.full((prod(shape),), spec.pad, dtype=spec.dtype, device=device)  # [elements at capacity]
 
     @property
     def storage(self) -> torch.Tensor:

@@ -81,9 +81,10 @@ class Driver(ABC):
         """Allow launches of `function` with more than 8 blocks a cluster."""
 
     @abstractmethod
-    def prepare(self, function: Any, attributes: LaunchAttributes, table_address: int) -> Launcher:
+    def prepare(self, ordinal: int, function: Any, attributes: LaunchAttributes, table_address: int) -> Launcher:
         """A callable (grid x, y, z, stream) that launches `function` with the parameters that the table points to, as they are then.
-        The caller keeps the table alive, makes the function's device current, and lets one thread launch at a time."""
+        The caller keeps the table alive, makes the function's device current, and lets one thread launch at a time. A thread without a
+        context (torch gives it one at its first call that needs it, which a launch is not) gets the device's."""
 
 
 def why_no_cuda_bindings() -> str | None:
@@ -143,7 +144,7 @@ class CudaDriver(Driver):
         with self.device(ordinal):
             self._call(self._cuda.cuFuncSetAttribute, function, attribute, 1)
 
-    def prepare(self, function: Any, attributes: LaunchAttributes, table_address: int) -> Launcher:
+    def prepare(self, ordinal: int, function: Any, attributes: LaunchAttributes, table_address: int) -> Launcher:
         config = self._cuda.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = attributes.block
         config.sharedMemBytes = attributes.shared_bytes
@@ -164,6 +165,8 @@ class CudaDriver(Driver):
             if stream != on_stream:
                 config.hStream = on_stream = stream
             result = launch(config, function, table_address, 0)[0]
+            if result and self._give_context(ordinal):
+                result = launch(config, function, table_address, 0)[0]
             if result:
                 checked_grid((x, y, z))  # the driver does not say what of a launch it does not accept
                 refuse("cuLaunchKernelEx", result)
@@ -193,14 +196,24 @@ class CudaDriver(Driver):
     @contextmanager
     def device(self, ordinal: int) -> Iterator[None]:
         """Make the device's primary context current. It stays retained: torch holds it until the process ends, too."""
-        if ordinal not in self._contexts:
-            device = self._call(self._cuda.cuDeviceGet, ordinal)
-            self._contexts[ordinal] = self._call(self._cuda.cuDevicePrimaryCtxRetain, device)
-        self._call(self._cuda.cuCtxPushCurrent, self._contexts[ordinal])
+        self._call(self._cuda.cuCtxPushCurrent, self._context(ordinal))
         try:
             yield
         finally:
             self._call(self._cuda.cuCtxPopCurrent)
+
+    def _context(self, ordinal: int) -> Any:
+        if ordinal not in self._contexts:
+            device = self._call(self._cuda.cuDeviceGet, ordinal)
+            self._contexts[ordinal] = self._call(self._cuda.cuDevicePrimaryCtxRetain, device)
+        return self._contexts[ordinal]
+
+    def _give_context(self, ordinal: int) -> bool:
+        """Whether the calling thread had no context; it has the device's now, for good."""
+        if int(self._call(self._cuda.cuCtxGetCurrent) or 0):
+            return False
+        self._call(self._cuda.cuCtxSetCurrent, self._context(ordinal))
+        return True
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
         result, *values = function(*arguments)

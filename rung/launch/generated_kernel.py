@@ -14,8 +14,6 @@ from rung.launch.kernel import LoadedKernel, launch_attributes
 from rung.launch.packing import ParameterBuffer
 from rung.launch.program import ProgramConfig, ProgramKernel
 
-_NO_CONTEXT = 201  # of the driver: torch has not made the device's context the thread's current one, since nothing asked it to
-
 
 class GeneratedKernel:
     """A kernel on one device. Its machine code is loaded, so a call may be captured; any thread may call.
@@ -69,27 +67,16 @@ def bind(name: str, kernel: ProgramKernel, config: ProgramConfig, loaded: Loaded
         "        with _lock:",
         f"            _pack_into(_bytes, 0, {packed})",
         "            _launch(_x, _y, _z, stream)",
-        "    except _refused as error:",
-        f"        _again(error, (_x, _y, _z, stream), ({packed},))",
         "    except _misfits as error:",
         f"        _refuse(error, ({', '.join(kernel.takes)},))",
     ]
-    lock, launch = threading.Lock(), loaded.driver.prepare(loaded.function, launch_attributes(image), buffer.table_address)
-
-    def again(error: LaunchError, given: tuple[int, int, int, int], values: tuple[Any, ...]) -> None:
-        if error.code != _NO_CONTEXT:
-            raise error
-        with lock, loaded.driver.device(loaded.ordinal):
-            buffer.pack_into(buffer.bytes, 0, *values)
-            launch(*given)
+    lock, launch = threading.Lock(), loaded.driver.prepare(loaded.ordinal, loaded.function, launch_attributes(image), buffer.table_address)
 
     space = {
         "_lock": lock,
         "_bytes": buffer.bytes,
         "_pack_into": buffer.pack_into,
         "_launch": launch,
-        "_refused": LaunchError,
-        "_again": again,
         "_misfits": (struct.error, OverflowError, TypeError, AttributeError),
         "_refuse": _refusal(name, image, kernel),
         "_keep": (buffer, loaded),  # the launcher knows addresses alone

@@ -95,7 +95,7 @@ class PreboundKernel:
         for index, value in enumerate(arguments):
             self.set(index, value)
         self._launch = loaded.driver.prepare(
-            loaded.function, launch_attributes(image, programmatic=programmatic), self._buffer.table_address
+            loaded.ordinal, loaded.function, launch_attributes(image, programmatic=programmatic), self._buffer.table_address
         )
 
     def set(self, index: int, value: Value) -> None:

@@ -199,6 +199,6 @@ class _Entry:
 
 
 def _launch(loaded: LoadedKernel, image: KernelImage, buffer: ParameterBuffer) -> Launcher:
-    launcher = loaded.driver.prepare(loaded.function, launch_attributes(image), buffer.table_address)
+    launcher = loaded.driver.prepare(loaded.ordinal, loaded.function, launch_attributes(image), buffer.table_address)
     blocks = image.cluster[0]
     return launcher if blocks == 1 else lambda x, y, z, stream: launcher(x * blocks, y, z, stream)

@@ -89,7 +89,7 @@ from rung.torch_compat.triton_compile import (
     why_no_triton_export,
 )
 from rung.torch_compat.user_code import is_user_file, place
-from rung.torch_compat.workers import compile_workers
+from rung.torch_compat.workers import compile_workers, start_workers
 
 __all__ = [
     "wrapper_names",
@@ -171,6 +171,7 @@ __all__ = [
     "run_memoryless",
     "serialize_artifact",
     "single_overload",
+    "start_workers",
     "storage_identity",
     "storage_use_count",
     "symbol_of",

@@ -21,3 +21,11 @@ def compile_workers() -> Callable[..., Future[Any]] | None:
         return None
     submit: Callable[..., Future[Any]] = AsyncCompile.process_pool().submit
     return submit
+
+
+def start_workers() -> None:
+    """Begin to start them, which takes them seconds: each imports torch. Loads what of Inductor holds the pool."""
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    if get_compile_threads() > 1:
+        AsyncCompile.process_pool()

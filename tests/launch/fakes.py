@@ -66,7 +66,7 @@ class FakeDriver(Driver):
     def allow_large_clusters(self, ordinal: int, function: Any) -> None:
         self.calls.append(("allow_large_clusters", ordinal, function))
 
-    def prepare(self, function: Any, attributes: LaunchAttributes, table_address: int) -> Launcher:
+    def prepare(self, ordinal: int, function: Any, attributes: LaunchAttributes, table_address: int) -> Launcher:
         def launch(x: int, y: int, z: int, stream: int) -> None:
             if self.refuse:
                 code, self.refuse = self.refuse, 0

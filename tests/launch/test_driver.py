@@ -116,7 +116,7 @@ def test_shared_memory_is_a_function_attribute(cuda: Cuda) -> None:
 
 
 def test_a_launch_hands_over_config_function_and_table(cuda: Cuda) -> None:
-    CudaDriver().prepare("function", LaunchAttributes(block=(64, 1, 1), shared_bytes=9), 1234)(2, 3, 4, 77)
+    CudaDriver().prepare(0, "function", LaunchAttributes(block=(64, 1, 1), shared_bytes=9), 1234)(2, 3, 4, 77)
     name, config, function, table, extra = cuda.calls[-1]
     assert (name, function, table, extra) == ("cuLaunchKernelEx", "function", 1234, 0)
     assert (config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX) == (2, 3, 4, 64)
@@ -124,7 +124,7 @@ def test_a_launch_hands_over_config_function_and_table(cuda: Cuda) -> None:
 
 
 def test_a_later_launch_may_change_grid_and_stream(cuda: Cuda) -> None:
-    launch = CudaDriver().prepare("function", PLAIN, 0)
+    launch = CudaDriver().prepare(0, "function", PLAIN, 0)
     for arguments in ((2, 3, 4, 77), (2, 3, 5, 77), (2, 3, 5, 0)):
         launch(*arguments)
     config = cuda.calls[-1][1]
@@ -133,7 +133,7 @@ def test_a_later_launch_may_change_grid_and_stream(cuda: Cuda) -> None:
 
 def test_attributes_of_a_launch(cuda: Cuda) -> None:
     attributes = LaunchAttributes(block=(128, 1, 1), shared_bytes=0, cluster=(2, 1, 1), cooperative=True, programmatic=True)
-    CudaDriver().prepare("function", attributes, 0)(1, 1, 1, 1)
+    CudaDriver().prepare(0, "function", attributes, 0)(1, 1, 1, 1)
     config = cuda.calls[-1][1]
     assert [attribute.id.removeprefix("CU_LAUNCH_ATTRIBUTE_") for attribute in config.attrs] == [
         "PROGRAMMATIC_STREAM_SERIALIZATION",
@@ -148,15 +148,30 @@ def test_attributes_of_a_launch(cuda: Cuda) -> None:
 
 
 def test_a_refused_launch(cuda: Cuda) -> None:
-    launch = CudaDriver().prepare("function", PLAIN, 0)
+    launch = CudaDriver().prepare(0, "function", PLAIN, 0)
     cuda.results["cuLaunchKernelEx"] = Result.INVALID_VALUE
     with pytest.raises(LaunchError, match="cuLaunchKernelEx failed") as caught:
         launch(1, 1, 1, 0)
     assert caught.value.code == 1
 
 
+def test_a_thread_without_a_context_is_given_one(cuda: Cuda) -> None:
+    launch = CudaDriver().prepare(1, "function", PLAIN, 0)
+    cuda.results["cuLaunchKernelEx"] = Result.INVALID_VALUE
+    cuda.values |= {"cuCtxGetCurrent": 0, "cuDevicePrimaryCtxRetain": "context"}
+    with pytest.raises(LaunchError):  # and the launch is tried once more
+        launch(1, 1, 1, 0)
+    assert ("cuDeviceGet", 1) in cuda.calls
+    assert ("cuCtxSetCurrent", "context") in cuda.calls
+    assert [call[0] for call in cuda.calls].count("cuLaunchKernelEx") == 2
+    cuda.values["cuCtxGetCurrent"] = 7
+    with pytest.raises(LaunchError):
+        launch(1, 1, 1, 0)
+    assert [call[0] for call in cuda.calls].count("cuLaunchKernelEx") == 3
+
+
 def test_a_grid_beyond_the_limits_is_named_when_the_driver_refuses_it(cuda: Cuda) -> None:
-    launch = CudaDriver().prepare("function", PLAIN, 0)
+    launch = CudaDriver().prepare(0, "function", PLAIN, 0)
     cuda.results["cuLaunchKernelEx"] = Result.INVALID_VALUE
     with pytest.raises(KernelArgumentError, match="65536 blocks in y"):
         launch(1, 65536, 1, 0)
@@ -171,7 +186,7 @@ class StrictConfig(SimpleNamespace):
 
 def test_after_a_grid_that_is_refused_the_last_one_is_set_again(cuda: Cuda) -> None:
     cuda.CUlaunchConfig = StrictConfig
-    launch = CudaDriver().prepare("function", PLAIN, 0)
+    launch = CudaDriver().prepare(0, "function", PLAIN, 0)
     launch(2, 3, 4, 0)
     with pytest.raises(OverflowError):
         launch(5, -1, 1, 0)
@@ -182,7 +197,7 @@ def test_after_a_grid_that_is_refused_the_last_one_is_set_again(cuda: Cuda) -> N
 
 def test_a_float_in_a_grid_is_not_cut_down(cuda: Cuda) -> None:
     with pytest.raises(TypeError):
-        CudaDriver().prepare("function", PLAIN, 0)(1.5, 1, 1, 0)  # type: ignore[arg-type]
+        CudaDriver().prepare(0, "function", PLAIN, 0)(1.5, 1, 1, 0)  # type: ignore[arg-type]
 
 
 def test_the_capability(cuda: Cuda) -> None:

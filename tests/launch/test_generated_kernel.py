@@ -79,14 +79,3 @@ def test_who_cannot_choose_now_is_asked_again_and_the_first_runs() -> None:
     for _ in range(3):
         kernel.run(FakeTensor(4096), 7, 0.5, 1, stream=0)
     assert [launched.grid[0] for launched in driver.launches] == [1, 2, 2]
-
-
-def test_a_thread_without_a_context_is_given_one() -> None:
-    kernel, driver = made(kernel_of(("1", "1", "1")))
-    driver.refuse = 201
-    kernel.run(FakeTensor(4096), 7, 0.5, 1, stream=5)
-    (launched,) = driver.launches
-    assert (launched.stream, launched.parameters[1]) == (5, struct.pack("<i", 7))
-    driver.refuse = 1
-    with pytest.raises(LaunchError, match="refused"):
-        kernel.run(FakeTensor(4096), 7, 0.5, 1, stream=5)

@@ -231,7 +231,7 @@ from rung.launch.triton_launcher import TritonLauncher
 from rung.launch.driver import Driver
 from tests.launch.fakes import FakeDriver, FakeTensor
 class Loads(FakeDriver):
-    def prepare(self, function, attributes, table_address):
+    def prepare(self, ordinal, function, attributes, table_address):
         return lambda *_: None
 launcher = TritonLauncher({MODULE!r}, "scale_kernel", driver=Loads(), store=Store(Path(sys.argv[1])), road="prebound")
 launcher.run((1, 1, 1), FakeTensor(4096), FakeTensor(8192), 7, 3, 0.5, BLOCK=64)

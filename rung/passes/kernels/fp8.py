@@ -121,7 +121,7 @@ def why_not_linear_norm_linear(x: torch.Tensor, *args: Any) -> str | None:
 
 def why_not_block(x: torch.Tensor, *args: Any) -> str | None:
     first, second = halves(args)
-    return why_not_linear_norm_linear(x, *first) or why_not_linear_norm_linear(x, *with_residual(second, first[4]))
+    return why_not_linear_norm_linear(x, *first) or why_not_linear_norm_linear(first[4], *with_residual(second, first[4]))
 
 
 def describe_quant_linear(

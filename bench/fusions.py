@@ -115,7 +115,8 @@ def measure(model: nn.Module, compiled: CompiledFunction, shape: LlamaConfig, ro
     first = 0 if rows > 64 else CONTEXT
     positions = (torch.arange(rows, device=CUDA) if rows > 64 else torch.full((rows,), first, device=CUDA)).long()
     draws = [torch.randint(0, shape.vocab_size, (rows,), generator=generator, device=CUDA, dtype=torch.int32) for _ in range(SETS)]
-    with torch.no_grad(), set_forward_context(bind(model, rows)):
+    context = bind(model, rows)  # kept to the end: the graph reads its tensors
+    with torch.no_grad(), set_forward_context(context):
         ids.copy_(draws[0])
         for _ in range(3):
             compiled(ids, positions)
@@ -139,6 +140,7 @@ def measure(model: nn.Module, compiled: CompiledFunction, shape: LlamaConfig, ro
             event.record()
         torch.cuda.synchronize()
         medians.append(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) * 1e3)
+    del context
     return kernels / shape.num_layers, statistics.median(medians) / shape.num_layers, hidden
 
 

@@ -63,6 +63,7 @@ GUARD_KINDS = (
     "hooks",
     "tensor",
     "tied",
+    "result",
     "submodules",
 )
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rung import config
+from rung.compile.guards import Kind
 from rung.config import CompileConfig
 from rung.errors import ConfigError
 
@@ -31,6 +32,10 @@ def test_bad_value_is_an_error_with_a_hint(options: dict[str, Any]) -> None:
 
 def test_defaults_are_valid() -> None:
     assert CompileConfig().graphs == "none"
+
+
+def test_every_kind_of_guard_can_be_dropped() -> None:
+    assert {*config.GUARD_KINDS} == {*Kind, "submodules"}
 
 
 def test_config_is_frozen() -> None:

@@ -122,7 +122,8 @@ def export(file: Path, keys: tuple[str, ...], kinds: tuple[str, ...], as_json: b
 
 @cache.command(cls=Command)
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-def tuning(file: Path) -> None:
+@JSON
+def tuning(file: Path, as_json: bool) -> None:
     """Write the choices that were measured on devices to FILE, as JSON for `rung precompile --tuning`."""
     from rung.cli.files import check_writable, write_text
     from rung.launch.tuning_file import tuning_of
@@ -130,7 +131,10 @@ def tuning(file: Path) -> None:
     check_writable(file, "FILE")
     found = tuning_of(current_store())
     write_text(file, json.dumps(found, indent=1) + "\n", "FILE")
-    click.echo(f"{len(found['choices'])} choices written to {file}")
+    count = len(found["choices"])
+    if as_json:
+        return emit({"choices": count})
+    click.echo(f"{count} choices written to {file}")
 
 
 @cache.command("import", cls=Command)

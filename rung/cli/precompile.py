@@ -83,6 +83,8 @@ def precompile(
     if as_json:
         return emit({"store": str(top.root), "seconds": seconds, "tuned_kernels": tuned, "results": results})
     _show(results)
+    if tuning is not None:
+        click.echo(f"{tuned} choices of --tuning are for these targets", err=True)
     click.echo(f"{seconds:.1f} s; the store is {top.root}", err=True)
 
 

@@ -35,7 +35,8 @@ class Job:
 
 
 def run_jobs(jobs: Sequence[Job], *, at_once: int) -> list[dict[str, Any]]:
-    """The results of all jobs, with a progress bar on the error stream. One job alone for this machine runs in this process."""
+    """The results of all jobs, with a progress bar on the error stream. A native job runs in this process where it is alone, or one after
+    another."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from rung.cli.console import console

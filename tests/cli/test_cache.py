@@ -109,6 +109,7 @@ def test_a_piece_that_only_inductor_can_load_says_why(rung: Run, store: Store) -
 def test_measured_choices_become_a_file(rung: Run, store: Store, tmp_path: Path) -> None:
     store.put(choice_entry(["a", "b"], "a GPU", "b", [2.0, 1.0]))
     assert "1 choices written" in rung("cache", "tuning", tmp_path / "tuning.json").stdout
+    assert parsed(rung("cache", "tuning", tmp_path / "tuning.json", "--json")) == {"choices": 1}
     found = json.loads((tmp_path / "tuning.json").read_text())
     assert found == {"format": 1, "choices": [{"codes": ["a", "b"], "device": "a GPU", "code": "b", "microseconds": [2.0, 1.0]}]}
     assert "there is no folder" in refused(rung("cache", "tuning", tmp_path / "no" / "tuning.json"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,18 @@ import torch
 from torch import fx
 
 from rung import torch_compat
+from rung.attention import SPLIT_OPS
 from rung.compile.ambient import blocks_of
 from rung.compile.eager_break import NAMESPACE, plain_name
 from rung.compile.fake_kernels import FakeOutput
+from rung.compile.guards import Roots
 from rung.compile.pieces import Piece, extract_piece
 from rung.compile.plan import OpCall, Step
 from rung.compile.regions import TARGET, Region
 from rung.compile.split import Segment, is_size_arithmetic, mutates, simplify_sizes, split_graph, storages, written_storages
 from rung.compile.trace import TracedGraph
+from rung.compile.whole import WholeReport, layers_of, run_whole
+from rung.config import CompileConfig
 from rung.errors import UnsupportedModuleError
 
 
@@ -36,6 +40,12 @@ class SplitGraph:
         """Drop the graphs of the pieces: the fake tensors on their nodes keep the whole trace alive."""
         for piece in self.pieces:
             piece.graph_module.graph = fx.Graph()
+
+
+def split_traced(traced: TracedGraph, function: Callable[..., Any], config: CompileConfig) -> tuple[SplitGraph, WholeReport]:
+    """Run the passes over the whole graph of `function` and split what they leave. Mutates the traced graph."""
+    whole = run_whole(traced.graph_module.graph, layers_of(Roots(function)), config)
+    return build_steps(traced, SPLIT_OPS | set(config.split_ops)), whole
 
 
 def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:

@@ -19,7 +19,7 @@ from rung import torch_compat
 from rung.attention import SPLIT_OPS
 from rung.cache import Factors, Store, key_of
 from rung.compile.auto_break import trace_with_breaks
-from rung.compile.build import SplitGraph, build_steps
+from rung.compile.build import SplitGraph, build_steps, split_traced
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
 from rung.compile.early_kernels import EarlyKernels
@@ -40,7 +40,7 @@ from rung.compile.sizes import SizeRange
 from rung.compile.sources import type_refs
 from rung.compile.stored_plans import StoredPlans
 from rung.compile.trace import DynamicDims, TracedGraph, trace
-from rung.compile.whole import WholeReport, layers_of, run_whole
+from rung.compile.whole import WholeReport, layers_of
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ArtifactError, CacheMissError, InternalError
@@ -162,8 +162,7 @@ class Driver:
         rows = self._prove(traced, report)
         dims_out = output_dims(traced.graph_module, traced.symbols)
         with report.clock("split"):
-            whole = run_whole(traced.graph_module.graph, layers_of(Roots(function)), self.config)
-            graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
+            graph, whole = split_traced(traced, function, self.config)
         stored = self._compile_pieces(graph, traced, device, report, dump, whole)
         blobs = _blobs(stored)
         bound = min((piece.bound for piece in stored if piece.bound is not None), default=None)
@@ -199,8 +198,7 @@ class Driver:
     ) -> Source:
         """The split graph of a plan that came from the store."""
         traced = self._trace(function, locals_, dims, report)
-        run_whole(traced.graph_module.graph, layers_of(Roots(function)), self.config)
-        graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
+        graph, _ = split_traced(traced, function, self.config)
         if [piece.key for piece in graph.pieces] != [key for key, _ in plan.pieces]:
             raise InternalError(f"{plan.entry} was traced to other pieces than its plan has", hint="report it; leave out `variants`")
         return graph, traced

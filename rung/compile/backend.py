@@ -13,6 +13,7 @@ from rung import torch_compat
 from rung.cache import open_store
 from rung.compile.ambient import note_blocks
 from rung.compile.driver import Driver
+from rung.compile.entry import EagerReason
 from rung.compile.paths import Path
 from rung.compile.trace import TracedGraph
 from rung.config import CompileConfig
@@ -27,8 +28,8 @@ def compile_graph(graph_module: fx.GraphModule, counters: Counters | None = None
     counters = Counters() if counters is None else counters
     original = copy.deepcopy(graph_module)  # splitting changes the graph
     if _autocast():
-        return _eagerly(original, counters, "autocast")
-    eagerly = _eagerly(original, counters, "gradient")
+        return _eagerly(original, counters, EagerReason.AUTOCAST)
+    eagerly = _eagerly(original, counters, EagerReason.GRADIENT)
     compiled = _compile(graph_module, counters)
 
     def run(*inputs: Any) -> Any:
@@ -43,7 +44,7 @@ def _autocast() -> bool:
     return any(torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda"))
 
 
-def _eagerly(graph_module: fx.GraphModule, counters: Counters, reason: str) -> Callable[..., Any]:
+def _eagerly(graph_module: fx.GraphModule, counters: Counters, reason: EagerReason) -> Callable[..., Any]:
     def run(*inputs: Any) -> Any:
         counters.add(Count.EAGER_CALLS)
         counters.add(f"eager.{reason}")

@@ -18,7 +18,7 @@ from rung.cli.targets import growing_dims, is_module_target, open_module
 from rung.compile.compiled import CompiledFunction
 from rung.compile.report import CompileReport
 from rung.counters import Counters
-from rung.launch import launch_road
+from rung.launch import capability_of, launch_road
 from rung.models import SHAPES
 from rung.models.build import empty_model
 from rung.models.load import model_config
@@ -71,8 +71,7 @@ def _kernels(job: Job, module: nn.Module, compiled: CompiledFunction, device: to
     budget = job.maximum or assembly.token_budget(device)
     settings: dict[str, Any] = {"max_num_tokens": budget, "max_model_len": length, "graphs": "full_and_piecewise"}
     runners = [RunnerConfig(max_num_requests=count, **settings) for count in job.requests]
-    major, minor = torch.cuda.get_device_capability(device)
-    built = find_kernels(module, compiled, runners, 10 * major + minor).build(job.threads, torch_compat.compile_workers())
+    built = find_kernels(module, compiled, runners, capability_of(device)).build(job.threads, torch_compat.compile_workers())
     return built.compiled, built.found
 
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from rung import torch_compat
 from rung.counters import Count, Counters
-from rung.launch import Rehearsal, launch_road, rehearse_launches
+from rung.launch import Rehearsal, capability_of, launch_road, rehearse_launches
 from rung.launch.rehearsal import Building, Submit
 
 
@@ -36,8 +36,7 @@ class EarlyKernels:
         if device.type != "cuda" or launch_road() != "prebound":
             return None
         submit = torch_compat.compile_workers()
-        major, minor = torch.cuda.get_device_capability(device)
-        return None if submit is None else cls(10 * major + minor, submit, sizes, counters)
+        return None if submit is None else cls(capability_of(device), submit, sizes, counters)
 
     def see(self, index: int, graph: fx.Graph) -> None:
         """Begin to build what the graph of a piece launches; passes have run over it."""

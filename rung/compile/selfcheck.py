@@ -21,13 +21,14 @@ from rung.compile.report import CompileReport
 from rung.compile.split import mutates
 from rung.counters import Count, Counters
 from rung.errors import InternalError
-from rung.launch import FirstConfig, Rehearsal, launch_road, rehearse_launches
+from rung.launch import FirstConfig, Rehearsal, capability_of, launch_road, rehearse_launches
+from rung.launch.alignment import aligned_copy
 
 _log = logging.getLogger(__name__)
 SIZES = (1, 3)  # of every dynamic dimension
 _RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 # Activations are rounded to e4m3 (2^-4 of a value) in some kernels for a product and not in others, and a piece has up to four in a row.
-_RELATIVE_ERROR_FP8 = 0.1
+RELATIVE_ERROR_E4M3 = 0.1
 
 
 def check_piece(piece: Piece, stock: bytes, entry: StepCall, weights: Sequence[Any], sizes: Sequence[int] = SIZES) -> None:
@@ -44,7 +45,7 @@ def check_piece(piece: Piece, stock: bytes, entry: StepCall, weights: Sequence[A
     placeholders = [node for node in nodes if node.op == "placeholder"]
     outputs = next(node for node in reversed(nodes) if node.op == "output").args[0]
     in_place = any(mutates(node) for node in nodes)
-    least_error = _RELATIVE_ERROR_FP8 if any(_is_fp8(node) for node in nodes) else 0.0
+    least_error = RELATIVE_ERROR_E4M3 if any(_is_fp8(node) for node in nodes) else 0.0
     generator = torch.Generator().manual_seed(0)
     for size in sizes:
         values = _values(placeholders, weights, size, generator)
@@ -95,9 +96,8 @@ def check_pieces(cases: Sequence[Case], report: CompileReport, counters: Counter
 
 
 def _build_kernels(cases: Sequence[Case], device: torch.device, counters: Counters, sizes: Sequence[int]) -> None:
-    major, minor = torch.cuda.get_device_capability(device)
     try:
-        rehearsal = find_kernels(cases, 10 * major + minor, sizes)
+        rehearsal = find_kernels(cases, capability_of(device), sizes)
     except Exception as error:  # a piece that does more than tensor operations
         counters.add(Count.UNFORESEEN_KERNELS)
         _log.warning("kernels are built one by one: %s: %s", type(error).__name__, error)
@@ -160,9 +160,7 @@ def _own(values: Sequence[Any], in_place: bool) -> list[Any]:
 
 def _copy(value: Any) -> Any:
     """A copy of the same layout: `clone` makes views of a wider buffer dense, and pieces are compiled for exact strides."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    return aligned_copy(value) if isinstance(value, torch.Tensor) else value
 
 
 def is_uninitialised(node: torch.fx.Node) -> bool:

@@ -15,11 +15,10 @@ from rung.compile.bound import BoundStep
 from rung.compile.build import SplitGraph
 from rung.compile.compiled import CompiledFunction
 from rung.compile.pieces import Piece
-from rung.compile.selfcheck import is_uninitialised
+from rung.compile.selfcheck import RELATIVE_ERROR_E4M3, is_uninitialised
 from rung.graphs.verify import TOLERANCES, relative_error
 
 _E4M3 = torch.float8_e4m3fn
-_TOLERANCE_E4M3 = 0.1  # some kernels round activations to e4m3 (2^-4 of a value) and others do not; a piece has up to four in a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ def _tolerance(piece: Piece) -> float:
     values = [node.meta.get("example_value") for node in piece.graph_module.graph.nodes]
     dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
     if _E4M3 in dtypes:
-        return _TOLERANCE_E4M3
+        return RELATIVE_ERROR_E4M3
     halves = [TOLERANCES[dtype] for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)]
     return max(halves, default=TOLERANCES[torch.float32])
 

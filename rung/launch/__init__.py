@@ -11,13 +11,13 @@ from rung.launch.image import KernelImage, Parameter, Scratch
 from rung.launch.kernel import LoadedKernel, PreboundKernel, torch_scratch
 from rung.launch.piece_runtime import PieceRuntime, run_source
 from rung.launch.program import Program, ProgramConfig, ProgramKernel
-from rung.launch.rehearsal import Built, Rehearsal, current_rehearsal, rehearse_launches
+from rung.launch.rehearsal import Built, Rehearsal, capability_of, current_rehearsal, rehearse_launches
 from rung.launch.triton_export import export_triton
 from rung.launch.triton_launcher import TritonLauncher, launch_road, watched_launches
 
 __all__ = [
-    "Chooser",
     "Built",
+    "Chooser",
     "CudaDriver",
     "Driver",
     "FirstConfig",
@@ -34,6 +34,7 @@ __all__ = [
     "Rehearsal",
     "Scratch",
     "TritonLauncher",
+    "capability_of",
     "current_rehearsal",
     "export_triton",
     "launch_road",

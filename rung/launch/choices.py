@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from rung.cache import Manifest, Store, key_of
 from rung.counters import Count, Counters
 from rung.errors import ArtifactError, CacheError
+from rung.launch.alignment import aligned_copy
 from rung.launch.program import ProgramKernel
 
 KIND = "choices"
@@ -84,12 +85,7 @@ def _codes(kernel: ProgramKernel) -> list[str]:
 
 def _own(kernel: ProgramKernel, arguments: Sequence[Any]) -> list[Any]:
     """The arguments with copies of what the kernel updates in place."""
-    import torch
-
-    def copy(tensor: Any) -> Any:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-    return [copy(value) if name in kernel.written else value for name, value in zip(kernel.takes, arguments, strict=True)]
+    return [aligned_copy(value) if name in kernel.written else value for name, value in zip(kernel.takes, arguments, strict=True)]
 
 
 def _seconds(run: Run, arguments: Sequence[Any]) -> float:

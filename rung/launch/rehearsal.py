@@ -181,5 +181,13 @@ def rehearse_launches(capability: int, rehearsal: Rehearsal | None = None) -> It
             current_rehearsal.reset(token)
 
 
+def capability_of(device: Any) -> int:
+    """The compute capability of a `torch.device`, as rehearsals and images have it: 90 for 9.0."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def _address(tensor: Any) -> int:
     return int(tensor.storage_offset()) * int(tensor.element_size())

@@ -63,10 +63,15 @@ class BatchInvariant:
 
 
 def _set_argument(node: fx.Node, place: int) -> None:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    node.args, node.kwargs = (*(given[name] for name in names[:place]), True), {}
+    node.args, node.kwargs = _asked(node.target, place, node.args, node.kwargs), {}
     node.meta = _meta(node)
+
+
+def _asked(overload: Any, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a call of an op of `_INVARIANT` by position, with batch invariance asked for."""
+    names = [argument.name for argument in overload._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return (*(given[name] for name in names[:place]), True)
 
 
 def _replace(graph: fx.Graph, node: fx.Node, product: Product) -> None:
@@ -111,9 +116,7 @@ class InvariantProducts(torch_compat.TorchDispatchMode):
         given = dict(kwargs or {})
         place = _INVARIANT.get(function)
         if place is not None:
-            names = [argument.name for argument in function._schema.arguments]
-            named = dict(zip(names, args, strict=False)) | given
-            return function(*(named[name] for name in names[:place]), True)
+            return function(*_asked(function, place, args, given))
         if function in (aten.mm.default, aten.addmm.default) and not given:
             weight = args[-1].t()
             bias = args[0] if function is aten.addmm.default else None

@@ -27,7 +27,7 @@ from rung.graphs import CaptureReport, ConfiguredMode, make_backend, resolve_mod
 from rung.graphs.capture import has_host_breaks
 from rung.graphs.guard import Addresses, module_tensors
 from rung.graphs.memory_budget import Steps
-from rung.launch import Built, launch_road
+from rung.launch import Built, capability_of, launch_road
 from rung.runner.config import RunnerConfig
 from rung.runner.engine import Engine
 from rung.runner.executor import InProcessExecutor
@@ -141,10 +141,9 @@ def build_kernels(
     of another configuration wait for their launch."""
     for layer in attention_layers(module).values():
         layer.backend = layer.kv_cache = None  # of an earlier runner
-    major, minor = torch.cuda.get_device_capability(device)
     try:
         with start.phase("find kernels"):
-            rehearsal = find_kernels(shadow_of(module, device), compiled, [config], 10 * major + minor)
+            rehearsal = find_kernels(shadow_of(module, device), compiled, [config], capability_of(device))
     except Exception as error:  # a module that cannot be copied, or that does more than tensor operations
         start.kernels = Built(reason=f"the start could not be rehearsed: {type(error).__name__}: {error}")
         counters.add(Count.UNFORESEEN_KERNELS)

@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from rung.torch_compat.dispatch import python_dispatcher
+
 
 class FreshSymbols:
     """Fake inputs in an own ShapeEnv, so that compiling one piece cannot influence another.
@@ -116,8 +118,5 @@ class FreshSymbols:
                     n.meta["example_value"] = value
                 return value
 
-        from torch._dispatch.python import enable_python_dispatcher
-
-        # without Python's decompositions a product of three-dimensional rows asks a symbolic tensor for its number of elements (torch 2.11)
-        with self.mode, enable_python_dispatcher(), torch.no_grad():
+        with self.mode, python_dispatcher(), torch.no_grad():
             Propagate(graph_module).run(*inputs)

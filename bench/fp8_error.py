@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from rung.attention import AttentionMetadata, KVCache, attention_layers
+from rung.attention import KVCache, attention_layers
 from rung.attention.backends.torch_reference import TorchReference
-from rung.attention.base import HostMetadata
-from rung.context import ForwardContext, set_forward_context
+from rung.context import set_forward_context
 from rung.models import calibrate_input_scales, calibrate_kv_scales, load_model, quantize_fp8
+from rung.models.calibrate import prompt_context
 from rung.passes.ir.fp8 import E4M3
 
 TEXTS = (
@@ -46,26 +46,9 @@ def logits(model: Any, prompts: Sequence[Sequence[int]], *, fp8_cache: bool = Fa
             stores = [torch.zeros(shape, device=ids.device).to(E4M3 if fp8_cache else first.dtype) for _ in range(2)]
             scales = (layer.key_scale, layer.value_scale) if fp8_cache else (1.0, 1.0)
             layer.bind(TorchReference(layer.spec), KVCache(stores[0], stores[1], *scales))
-        with torch.no_grad(), set_forward_context(context(model, len(ids), ids.device)):
+        with torch.no_grad(), set_forward_context(prompt_context(attention_layers(model), len(ids), ids.device)):
             found.append(model.compute_logits(model(ids, torch.arange(len(ids), device=ids.device))).float())
     return torch.cat(found)
-
-
-def context(model: Any, length: int, device: torch.device) -> ForwardContext:
-    starts, lengths = torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-    metadata = AttentionMetadata(
-        query_start_loc=starts.to(device),
-        seq_lens=lengths.to(device),
-        block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        slot_mapping=torch.arange(length, device=device),
-        num_requests=1,
-        num_actual_tokens=length,
-        max_query_len=length,
-        max_seq_len=length,
-        host=HostMetadata(query_start_loc=starts.numpy(), seq_lens=lengths.numpy()),
-    )
-    layers = attention_layers(model)
-    return ForwardContext(attention_layers=layers, attention_metadata=dict.fromkeys(layers, metadata), num_actual_tokens=length)
 
 
 def line(name: str, found: torch.Tensor, wanted: torch.Tensor) -> str:

@@ -90,7 +90,7 @@ def _run(model: nn.Module, prompts: Iterable[Sequence[int]], backends: dict[str,
     count, first = 0, next(model.parameters())
     for prompt in prompts:
         ids = torch.tensor(list(prompt), dtype=torch.int32, device=first.device)
-        with _bound(model, backends, len(ids), first) as layers, set_forward_context(_context(layers, len(ids), first.device)):
+        with _bound(model, backends, len(ids), first) as layers, set_forward_context(prompt_context(layers, len(ids), first.device)):
             model(ids, torch.arange(len(ids), device=first.device))
         count += 1
     if not count:
@@ -113,7 +113,8 @@ def _bound(model: nn.Module, backends: dict[str, Any], length: int, like: torch.
             layer.backend, layer.kv_cache, layer.why_not_fp8_output = before[name]
 
 
-def _context(layers: dict[str, Attention], length: int, device: torch.device) -> ForwardContext:
+def prompt_context(layers: dict[str, Attention], length: int, device: torch.device) -> ForwardContext:
+    """A step in which one request reads a prompt of `length` tokens as a whole, over a cache of one block that holds all of them."""
     starts, seq_lens = torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
     metadata = AttentionMetadata(
         query_start_loc=starts.to(device),

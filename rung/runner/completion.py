@@ -50,6 +50,7 @@ class OpenRequest:
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        # whether an update that does not end the request needs nothing of `take`
         self.only_tokens = detokenizer is None and request.matcher is None and request.sampling.logprobs is None
 
     def take(self, tokens: tuple[int, ...], logprobs: Sequence[TokenLogprobs] = ()) -> Update:

@@ -1,4 +1,6 @@
-"""The processes in which Inductor compiles its kernels. They run from its import on, and have torch and Triton loaded."""
+"""The processes in which Inductor compiles its kernels, with torch and Triton loaded. They are started once, by its import or before it.
+
+Checked on torch 2.11.0 and 2.13.0."""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def compile_workers() -> Callable[..., Future[Any]] | None:
 
 
 def start_workers() -> None:
-    """Begin to start them, which takes them seconds: each imports torch. Loads what of Inductor holds the pool."""
+    """Begin to start them, which takes them seconds: each imports torch. Loads what of Inductor holds the pool; nothing in a process that
+    compiles by itself. Can go with `compile_workers`."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
     if get_compile_threads() > 1:

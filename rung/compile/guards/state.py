@@ -66,7 +66,7 @@ class GuardState:
         value: Any = self.roots[guard.path.local]
         for access in guard.path.accesses:
             value = self._follow(value, access)
-        check = getattr(self, f"_bind_{guard.kind}", None)
+        check = getattr(self, f"_bind_{guard.kind}", None)  # for the other kinds the way to the place says all
         if check is not None:
             check(value, guard.value)
 

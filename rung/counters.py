@@ -36,7 +36,7 @@ class Count(StrEnum):
     KERNEL_TUNINGS = "kernel_tunings"  # generated kernels whose configurations were measured
     ARTIFACT_WRITES = "artifact_writes"
     GUARD_RETRACES = "guard_retraces"  # traces made because something that an earlier one has read was changed
-    UNFORESEEN_KERNELS = "unforeseen_kernels"  # starts that could not tell which kernels they need, and built them one by one
+    UNFORESEEN_KERNELS = "unforeseen_kernels"  # times that a compile or start could not tell which kernels it needs
     EAGER_CALLS = "eager_calls"
     CAPTURES = "captures"
     REPLAYS = "replays"

@@ -14,6 +14,8 @@ from rung.runner.plan import BlockIds
 from rung.runner.request import Request
 
 _KEY_BYTES = 16
+_AHEAD = 3  # blocks that a growing request gets beyond those it needs, where no group gives blocks back behind a window
+_PLENTY = 2  # while so many for each request are free
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class KVBlocks:
         self._size = config.block_size
         self._cached = config.prefix_cache
         self._windows = tuple(windows)
+        self._ahead = _AHEAD if all(window is None for window in windows) else 0
         self.pools = tuple(BlockPool(count) for count in group_blocks(config, windows, num_blocks))
         self._held: dict[str, _Held] = {}
         self._changed: dict[str, None] = {}  # requests whose rows the runner has not been told
@@ -85,7 +88,9 @@ class KVBlocks:
         return tuple(map(tuple, rows))
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for a request up to `num_tokens` tokens; False, and none, when they lack. Those behind a window are freed before."""
+        """Blocks for a request up to `num_tokens` tokens; False, and none, when they lack. Those behind a window are freed before.
+
+        While blocks are plenty some more come along: telling the runner of a block costs the host more than all else of a decode."""
         missing = self.num_missing(request, num_tokens)
         if not missing:
             return True
@@ -98,8 +103,12 @@ class KVBlocks:
                 pool.free(row[old:first])
                 row[old:first] = [NULL_BLOCK] * (first - old)
                 held.num_null[group] = first
-        if self.num_free < missing:
+        free = self.num_free
+        if free < missing:
             return False
+        ahead = min(self._ahead, -(-request.max_total_tokens // self._size) - request.num_blocks - missing)
+        if ahead > 0 and free - missing - ahead >= _PLENTY * len(self._held):
+            missing += ahead
         for pool, row in zip(self.pools, held.rows, strict=True):
             row.extend(pool.allocate(missing) or ())
         request.num_blocks += missing

@@ -60,9 +60,11 @@ def test_no_more_requests_run_than_there_are_slots() -> None:
     assert list(scheduler.schedule().num_scheduled_tokens) == ["r0", "r1", "r2", "r3"]
 
 
-def test_blocks_come_with_the_tokens_that_need_them() -> None:
-    scheduler = make()
-    scheduler.add(request("a", 5))
+@pytest.mark.parametrize(("num_blocks", "output", "grown"), [(33, 40, 4), (33, 8, 2), (5, 40, 1)], ids=["plenty", "nearly over", "scarce"])
+def test_blocks_come_with_the_tokens_that_need_them(num_blocks: int, output: int, grown: int) -> None:
+    """And while they are plenty with some for the tokens behind those, up to the longest that the request can become."""
+    scheduler = make(num_blocks)
+    scheduler.add(request("a", 5, output=output))
     first = scheduler.schedule()
     answer(first, scheduler)
     assert [len(r.block_ids[0]) for r in first.new_requests] == [2]
@@ -71,7 +73,7 @@ def test_blocks_come_with_the_tokens_that_need_them() -> None:
         plan = scheduler.schedule()
         new_blocks.append([blocks for request in plan.cached_requests for blocks in request.new_block_ids[0]])
         answer(plan, scheduler)
-    assert [len(blocks) for blocks in new_blocks] == [0, 0, 0, 1]
+    assert [len(blocks) for blocks in new_blocks] == [0, 0, 0, grown]
 
 
 def test_a_step_can_be_scheduled_before_the_last_one_is_known() -> None:

@@ -120,6 +120,9 @@ class CompileConfig:
             raise ConfigError("nvtx and step_trace have no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
         if any(not isinstance(count, int) or count < 0 for count in self.expect.values()):
             raise ConfigError(f"expect must give numbers of matches, got {dict(self.expect)}", hint='for example {"add_norm": 64}')
+        seam = next((name for name in self.inductor if name in ("post_grad_custom_pre_pass", "joint_custom_pre_pass")), None)
+        if seam is not None:
+            raise ConfigError(f"inductor names {seam}, where rung's own passes enter", hint="give the pass as passes=(...)")
         if self.max_variants < 1:
             raise ConfigError(f"max_variants must be at least 1, got {self.max_variants}", hint="leave it at the default of 8")
         if self.max_waste is not None and self.max_waste < 1:

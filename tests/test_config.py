@@ -15,6 +15,8 @@ BAD: list[dict[str, Any]] = [
     {"outputs": "keep"},
     {"maximum": 0},
     {"max_variants": 0},
+    {"inductor": {"post_grad_custom_pre_pass": print}},
+    {"inductor": {"joint_custom_pre_pass": print}},
     {"pad": ("rows",)},
     {"capture_sizes": 5, "graphs": "full"},
     {"capture_sizes": "5", "graphs": "full"},

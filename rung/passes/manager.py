@@ -1,4 +1,4 @@
-"""The one custom pass that Inductor runs: the configured passes in order, then lowering.
+"""The custom pass that Inductor runs: the configured passes in order, then lowering. One that always runs comes before it.
 
 Inductor calls it on a cache miss only, so its report is stored with the artifact and never relied on as a side effect.
 """
@@ -16,6 +16,7 @@ from torch import fx
 
 from rung import torch_compat
 from rung.passes import ir, lowering
+from rung.passes.cleanup.kept_copies import KeepCopies
 from rung.passes.fused_ops import FUSED_OPS
 from rung.passes.ir import IR_OPS
 from rung.passes.providers import OwnProvider
@@ -63,7 +64,7 @@ class PassManager:
         """Identity of everything this manager may do to a graph; `tag` separates pieces that Inductor's own key does not."""
         sources = [inspect.getsource(lowering), *(inspect.getsource(inspect.getmodule(op.body) or ir) for op in (*IR_OPS, *FUSED_OPS))]
         parts = [tag, *sources, *(f"{item.name}:{item.uuid()}" for item in self.passes), "late"]
-        parts += [item.uuid() for item in self.providers]
+        parts += [KeepCopies().uuid(), *(item.uuid() for item in self.providers)]
         return hashlib.sha256("\0".join([*parts, *(f"{item.name}:{item.uuid()}" for item in self.late)]).encode()).hexdigest()
 
     def check(self) -> None:
@@ -107,6 +108,12 @@ class PassManager:
             self.run(graph)
             raise torch_compat.StopCompile
 
-        if stop:
-            return {torch_compat.PASS_OPTION: torch_compat.graph_pass(run_and_stop, uuid.uuid4().bytes)}
-        return {torch_compat.PASS_OPTION: torch_compat.graph_pass(self.run, self.uuid(tag).encode())}
+        identity = uuid.uuid4().bytes if stop else self.uuid(tag).encode()
+        return {
+            torch_compat.EARLY_OPTION: torch_compat.graph_pass(_keep_copies, KeepCopies().uuid().encode()),
+            torch_compat.PASS_OPTION: torch_compat.graph_pass(run_and_stop if stop else self.run, identity),
+        }
+
+
+def _keep_copies(graph: fx.Graph) -> None:
+    KeepCopies().run(graph)

@@ -62,7 +62,7 @@ from rung.torch_compat.inductor import (
 )
 from rung.torch_compat.keys import device_factors, toolchain_factors
 from rung.torch_compat.memoryless import fake_mode_of, fakes_of, memoryless, run_memoryless
-from rung.torch_compat.passes import PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
+from rung.torch_compat.passes import EARLY_OPTION, PASS_OPTION, StopCompile, graph_pass, may_return_view, trace_body, trace_example
 from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
 from rung.torch_compat.profiling import profiling
@@ -104,6 +104,7 @@ __all__ = [
     "Capture",
     "CompiledTriton",
     "DynamoGuard",
+    "EARLY_OPTION",
     "FreshSymbols",
     "GPUS",
     "NoTensorOpsError",

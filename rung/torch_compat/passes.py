@@ -1,4 +1,4 @@
-"""The one seam of Inductor that graph passes enter by."""
+"""The seams of Inductor that graph passes enter by."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 PASS_OPTION = "post_grad_custom_pre_pass"  # fusions must run before Inductor turns mm + add into addmm
+EARLY_OPTION = "joint_custom_pre_pass"  # behind AOTAutograd, before any rewrite of Inductor's
 
 
 class StopCompile(BaseException):
@@ -16,7 +17,7 @@ class StopCompile(BaseException):
 
 
 def graph_pass(function: Callable[[fx.Graph], None], uuid: bytes) -> Any:
-    """Wrap `function` as the one custom pass that Inductor runs before its own post-grad passes. `uuid` enters Inductor's cache keys."""
+    """Wrap `function` as a custom pass that Inductor runs at a seam. `uuid` enters Inductor's cache keys."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):

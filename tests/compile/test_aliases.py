@@ -114,6 +114,66 @@ def test_an_op_that_writes_two_views_of_one_tensor(function: Callable[..., Any],
         assert all(torch.equal(one, other) for one, other in zip(actual, function(x, order), strict=True))
 
 
+FRESH: dict[str, Callable[[torch.Tensor], Any]] = {
+    "times one": lambda x: x * 1,
+    "one times": lambda x: 1 * x,
+    "plus zero": lambda x: x + 0,
+    "minus zero": lambda x: x - 0,
+    "by one": lambda x: x / 1,
+    "times ones": lambda x: x * torch.ones_like(x),
+    "plus zeros": lambda x: torch.zeros(4) + x,
+    "twice": lambda x: x * 1 + 0,
+    "view": lambda x: (x * 1)[:, :2],
+    "of a view": lambda x: x[:, :2] / 1,
+    "of a transpose": lambda x: x.t() * 1,
+    "true": lambda x: (x > 0) * True,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "split_ops"), [*((name, ()) for name in FRESH), ("times one", TOY_OPS), ("times ones", TOY_OPS), ("view", TOY_OPS)]
+)
+def test_a_write_into_a_fresh_result_leaves_the_input_alone(name: str, split_ops: tuple[str, ...]) -> None:
+    def function(x: torch.Tensor) -> Any:
+        y = FRESH[name](x)
+        if split_ops:
+            ops.write(x.view(-1)[: y.numel()].view_as(y) + 5, y)
+        return y
+
+    compiled = rung.wrap(function, dynamic={"x": {0: "rows"}}, split_ops=split_ops)
+    for rows in (3, 1):
+        x = torch.randn(rows, 4)
+        before, expected = x.clone(), function(x.clone())
+        actual = compiled(x)
+        assert_same(actual, expected)
+        assert actual.dtype == expected.dtype
+        actual.fill_(1)
+        assert torch.equal(x, before)
+
+
+def test_two_results_that_are_computed_apart_share_no_memory() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.sin()
+        return y * 1, y / 1, y
+
+    results = rung.wrap(function, dynamic={"x": {0: "rows"}})(torch.randn(3, 4))
+    assert len({result.untyped_storage().data_ptr() for result in results}) == 3
+
+
+def test_a_copy_is_of_the_time_before_an_update_of_its_source() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x[:, :2] * 1
+        x.add_(1)
+        return y
+
+    compiled = rung.wrap(function, dynamic={"x": {0: "rows"}})
+    for rows in (3, 1):
+        x, other = torch.randn(rows, 4), torch.randn(rows, 4)
+        other.copy_(x)
+        assert_same(compiled(x), function(other))
+        assert_same(x, other)
+
+
 SEEN: list[int] = []
 
 

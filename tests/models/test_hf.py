@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from rung.attention import SPLIT_OPS, attention_layers
 from rung.compile.guards import Roots
@@ -16,6 +15,8 @@ from rung.errors import UnsupportedModuleError
 from rung.models.hf import FlatModel
 from tests.compile.cases import assert_same, bound, uncompiled
 from tests.models.harness import bind_dense, context
+
+transformers = pytest.importorskip("transformers")
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from rung.passes.cleanup import DeadCode, Duplicates, InPlace, NoopElimination
+from rung.passes.cleanup import DeadCode, Duplicates, InPlace, KeepCopies, NoopElimination
 from rung.passes.manager import GraphPass
 from tests.passes.graphs import targets
 from tests.passes.random_graphs import outcome, random_function, traced_as_is
@@ -186,3 +186,29 @@ def test_calls_around_a_write_stay_two() -> None:
         return before + torch.ops.rung.silu_and_mul(x)
 
     assert cleaned(writes, Duplicates())[1] == {"duplicates": 0}
+
+
+# --- copies that stay ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [
+        (lambda x, y: [x * 1], 1),
+        (lambda x, y: [(x + 0).t()], 1),
+        (lambda x, y: [x - torch.full((4, 4), 0.0)], 1),
+        (lambda x, y: [x * 1 / 1], 1),  # the first of them may go
+        (lambda x, y: [s := x.sin(), s * 1], 1),
+        (lambda x, y: [(s := x.sin()) * 1, s * 1], 1),  # one of them may
+        (lambda x, y: [(c := x * 1, x.add_(1), c.cos())[2]], 1),
+        (lambda x, y: [x[:, :2] * 1], 1),
+        (lambda x, y: [(x * 1).cos()], 0),
+        (lambda x, y: [x.sin() * 1], 0),
+        (lambda x, y: [x * 2, y + 1, x - y, x / 2], 0),
+        (lambda x, y: [x.long() * 1.0], 0),  # a conversion is memory of its own
+    ],
+)
+def test_a_copy_stays_where_it_keeps_memory_apart(function: Callable[..., Any], kept: int) -> None:
+    module, counts = cleaned(function, KeepCopies())
+    assert counts == {"kept": kept}
+    assert sum(name.endswith(".Scalar") for name in targets(module)) == kept

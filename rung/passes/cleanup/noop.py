@@ -30,7 +30,7 @@ class NoopElimination:
         known = Aliases(graph)
         for node in list(graph.nodes):
             source = _source(node)
-            if source is None or not _may_go(known, node, source):
+            if source is None or not may_go(known, node, source):
                 continue
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -83,7 +83,8 @@ def _alike(one: torch.Tensor, other: Any) -> bool:
     )
 
 
-def _may_go(known: Aliases, node: fx.Node, source: fx.Node) -> bool:
+def may_go(known: Aliases, node: fx.Node, source: fx.Node) -> bool:
+    """Whether reads of `node` may go to `source`, which holds the same values, without a write or the caller telling the difference."""
     copy, original = known.classes[node], known.classes[source]
     is_output = any(user.op == "output" for user in node.users)
     if copy & original:  # a view

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import itertools
 import json
 import re
@@ -101,4 +102,7 @@ def _decompile(code: Any) -> str:
             from depyf import decompile
         except ImportError:
             return "# install rung[debug] to see Dynamo's bytecode decompiled\n"
-        return str(decompile(code))
+        try:
+            return str(decompile(code))
+        except Exception as error:  # depyf 0.20 knows no bytecode of Python 3.13
+            return f"# depyf cannot decompile it: {type(error).__name__}\n{dis.Bytecode(code).dis()}"

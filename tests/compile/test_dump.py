@@ -33,7 +33,7 @@ def test_dump_has_a_file_for_every_stage(tmp_path: Path, monkeypatch: pytest.Mon
     assert "call_0" in text["stitched.py"]
     assert [step["name"] for step in json.loads(text["plan.json"])["steps"]] == ["piece_00", "write_00", "piece_01"]
     pytest.importorskip("depyf")
-    assert "def " in text["bytecode.py"]
+    assert "def " in text["bytecode.py"] or "RETURN_VALUE" in text["bytecode.py"]
 
 
 def test_every_trace_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,22 +255,11 @@ def _ops(found: Sequence[tuple[_Target, Region]]) -> Iterator[dict[str, Region]]
         count = sum("tensor" in value for value in (*region.args, *region.kwargs.values()))
         parameters = ", ".join(f"Tensor({chr(97 + i)}!) t{i}" if i in region.written else f"Tensor t{i}" for i in range(count))
         library.define(f"{name}({parameters}) -> {'Tensor[]' if region.outputs else '()'}", tags=(torch.Tag.cudagraph_unsafe,))
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(region), lib=library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *tensors, region=region: region.empty(tensors) or None, lib=library)
         ops[f"{NAMESPACE}::{name}"] = region
         replacements.append((target, _stand_in(getattr(getattr(torch.ops, NAMESPACE), name).default, region.kind, target.function)))
     with _replaced(replacements):
         yield ops
-
-
-def _fake(region: Region) -> Callable[..., Any]:
-    def fake(*tensors: torch.Tensor) -> Any:
-        made = [
-            torch.empty(spec.sizes(tensors), dtype=getattr(torch, spec.dtype.removeprefix("torch.")), device=spec.device)
-            for spec in region.outputs
-        ]
-        return made or None
-
-    return fake
 
 
 def _stand_in(op: Any, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:

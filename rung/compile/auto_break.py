@@ -102,11 +102,14 @@ def _targets(function: Callable[..., Any], caller: Any, frame: Any) -> Iterator[
         method = getattr(module, frame.name, None)
         if isinstance(method, types.MethodType) and _is_code_of(method.__func__, frame) and method != function:
             yield _Target(path, frame.name, module.__dict__, method)
+    named: dict[int, tuple[str, Any]] = {}  # multiprocessing knows a script's `__main__` by a second name
     for name, module in list(sys.modules.items()):
-        if getattr(module, "__file__", None) == caller.filename:
-            for attribute, value in list(vars(module).items()):
-                if isinstance(value, types.FunctionType) and _is_code_of(value, frame) and value is not function:
-                    yield _Target(f"<module {name}>", attribute, vars(module), value)
+        if getattr(module, "__file__", None) == caller.filename and (name == module.__name__ or id(module) not in named):
+            named[id(module)] = name, module
+    for name, module in named.values():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType) and _is_code_of(value, frame) and value is not function:
+                yield _Target(f"<module {name}>", attribute, vars(module), value)
 
 
 def _is_code_of(function: Any, frame: Any) -> bool:

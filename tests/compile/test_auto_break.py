@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from typing import Any
 
 import pytest
@@ -126,3 +127,23 @@ class Inline(nn.Module):
 def test_what_lies_in_the_function_itself_is_still_an_error() -> None:
     with pytest.raises(TraceError, match="could not be traced"):
         trace_with_breaks(Inline().forward, {"x": torch.ones(3, 4)}, ROWS)
+
+
+def by_the_value(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+class ByValue(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return by_the_value(x) + 1
+
+
+def test_a_module_of_two_names_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a script is `__main__` and `__mp_main__`: what stood there during the trace must not be among the guards."""
+    monkeypatch.setitem(sys.modules, "the_same_by_another_name", sys.modules[__name__])
+    traced = trace_with_breaks(ByValue().forward, {"x": torch.ones(3, 4)}, ROWS)
+    assert [region.holder for region in traced.regions.values()] == [f"<module {__name__}>"]
+    assert not any("by_the_value" in guard.name for guard in traced.guards.guards)
+    module = rung.wrap(ByValue().eval(), dynamic=ROWS, breaks="auto")
+    for x in (torch.ones(3, 4), -torch.ones(2, 4)):
+        assert torch.equal(module(x), ByValue()(x))

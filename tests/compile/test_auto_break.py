@@ -147,3 +147,42 @@ def test_a_module_of_two_names_is_replaced_once(monkeypatch: pytest.MonkeyPatch)
     module = rung.wrap(ByValue().eval(), dynamic=ROWS, breaks="auto")
     for x in (torch.ones(3, 4), -torch.ones(2, 4)):
         assert torch.equal(module(x), ByValue()(x))
+
+
+def by_the_sum(x: torch.Tensor) -> torch.Tensor:
+    """It traces, but no compiled code can hold the number."""
+    return x * float(x.sum().item())
+
+
+class BySum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return by_the_sum(self.first(x)) + 1
+
+
+def test_a_function_that_reads_a_value_becomes_a_break() -> None:
+    torch.manual_seed(0)
+    eager: Any = BySum().eval().requires_grad_(False)
+    torch.manual_seed(0)
+    module: Any = rung.wrap(BySum().eval().requires_grad_(False), dynamic=ROWS, breaks="auto")
+    for x in (torch.randn(3, 4), torch.randn(5, 4)):
+        torch.testing.assert_close(module(x), eager(x))
+    (report,) = module.rung.report()
+    assert [one["name"] for one in report["breaks"]] == ["by_the_sum"]
+    assert report["breaks"][0]["reason"] == "it reads a value of a tensor on the host"
+
+
+class ReadsInline(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(x.sum().item())
+
+
+@pytest.mark.parametrize(("net", "breaks"), [(BySum, "explicit"), (ReadsInline, "explicit"), (ReadsInline, "auto")])
+def test_a_value_that_is_read_on_the_host_is_an_error_with_its_line(net: type[nn.Module], breaks: Any) -> None:
+    module = rung.wrap(net().eval().requires_grad_(False), dynamic=ROWS, breaks=breaks)
+    with pytest.raises(TraceError, match=r"test_auto_break.py:\d+ \(return x \* float.*reads a value of a tensor on the host") as caught:
+        module(torch.ones(3, 4))
+    assert "rung.eager_break" in str(caught.value)

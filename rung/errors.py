@@ -74,7 +74,7 @@ class OutputMismatchError(UserError, RuntimeError):
 
 
 class GuardError(UserError, RuntimeError):
-    """Something that a trace has read was changed after it, and the policy is to raise."""
+    """Something that a trace has read was changed after it and the policy is to raise, or during the compile."""
 
 
 class CompileError(UserError):

@@ -87,6 +87,23 @@ def refuse_sizes_of_values(capture: torch_compat.Capture, name: str) -> None:
             )
 
 
+def refuse_values_on_the_host(capture: torch_compat.Capture, name: str) -> None:
+    """Raise `TraceError` for the first number that is read from a tensor and used, as in `x * x.sum().item()`. Its cause is the stack."""
+    known: set[Any] = set()
+    for node in capture.graph_module.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder":
+            known |= set(torch_compat.free_symbols(value))
+            continue
+        number = node.users and isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+        if number and not set(torch_compat.free_symbols(value)) <= known:
+            raise TraceError(
+                f"{name} could not be traced as one graph{torch_compat.node_location(node)}: it reads a value of a tensor on the host",
+                hint="keep it a tensor (`x.sum()` without `.item()`), or move it into a function of its own that is a rung.eager_break "
+                '(breaks="auto" makes it one)',
+            ) from RuntimeError(node.stack_trace)
+
+
 def _free_symbol(capture: torch_compat.Capture, placeholder: fx.Node, name: str, argument: str, dim: int, user_name: str) -> Any:
     """The symbol that a dynamic dimension has after the trace."""
     size = placeholder.meta["example_value"].shape[dim]

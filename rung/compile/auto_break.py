@@ -102,11 +102,14 @@ def _targets(function: Callable[..., Any], caller: Any, frame: Any) -> Iterator[
         method = getattr(module, frame.name, None)
         if isinstance(method, types.MethodType) and _is_code_of(method.__func__, frame) and method != function:
             yield _Target(path, frame.name, module.__dict__, method)
+    named: dict[int, tuple[str, Any]] = {}  # multiprocessing knows a script's `__main__` by a second name
     for name, module in list(sys.modules.items()):
-        if getattr(module, "__file__", None) == caller.filename:
-            for attribute, value in list(vars(module).items()):
-                if isinstance(value, types.FunctionType) and _is_code_of(value, frame) and value is not function:
-                    yield _Target(f"<module {name}>", attribute, vars(module), value)
+        if getattr(module, "__file__", None) == caller.filename and (name == module.__name__ or id(module) not in named):
+            named[id(module)] = name, module
+    for name, module in named.values():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType) and _is_code_of(value, frame) and value is not function:
+                yield _Target(f"<module {name}>", attribute, vars(module), value)
 
 
 def _is_code_of(function: Any, frame: Any) -> bool:
@@ -255,22 +258,11 @@ def _ops(found: Sequence[tuple[_Target, Region]]) -> Iterator[dict[str, Region]]
         count = sum("tensor" in value for value in (*region.args, *region.kwargs.values()))
         parameters = ", ".join(f"Tensor({chr(97 + i)}!) t{i}" if i in region.written else f"Tensor t{i}" for i in range(count))
         library.define(f"{name}({parameters}) -> {'Tensor[]' if region.outputs else '()'}", tags=(torch.Tag.cudagraph_unsafe,))
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(region), lib=library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *tensors, region=region: region.empty(tensors) or None, lib=library)
         ops[f"{NAMESPACE}::{name}"] = region
         replacements.append((target, _stand_in(getattr(getattr(torch.ops, NAMESPACE), name).default, region.kind, target.function)))
     with _replaced(replacements):
         yield ops
-
-
-def _fake(region: Region) -> Callable[..., Any]:
-    def fake(*tensors: torch.Tensor) -> Any:
-        made = [
-            torch.empty(spec.sizes(tensors), dtype=getattr(torch, spec.dtype.removeprefix("torch.")), device=spec.device)
-            for spec in region.outputs
-        ]
-        return made or None
-
-    return fake
 
 
 def _stand_in(op: Any, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:

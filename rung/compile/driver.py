@@ -220,7 +220,7 @@ class Driver:
         if not names:
             return {}
         with report.clock("rows"):
-            return prove_rows(traced.graph_module, traced.symbols, traced.bounds, names, self.config.row_wise_ops)
+            return prove_rows(traced.graph_module, traced.symbols, traced.bounds, names, self.config.row_wise_ops, traced.regions)
 
     def compile_traced(self, traced: TracedGraph) -> CompiledFunction:
         """Compile a graph whose guards somebody else keeps; pieces come from and go to the store, the plan does not."""

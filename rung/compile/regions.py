@@ -47,6 +47,13 @@ class Region:
         inside = self.holder.rpartition(".")[2] if self.name == "forward" and not self.holder.startswith("<") else self.name
         return inside if inside.isidentifier() else f"{self.name}_{inside}"
 
+    def empty(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """New tensors like those that it returns for these tensor arguments."""
+        return [
+            torch.empty(spec.sizes(tensors), dtype=getattr(torch, spec.dtype.removeprefix("torch.")), device=spec.device)
+            for spec in self.outputs
+        ]
+
     def to_json(self) -> list[Any]:
         outputs = [[spec.dtype, spec.device, list(spec.shape)] for spec in self.outputs]
         head = [self.holder, self.name, list(self.args), dict(self.kwargs)]

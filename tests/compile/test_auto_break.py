@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from typing import Any
 
 import pytest
@@ -126,3 +127,62 @@ class Inline(nn.Module):
 def test_what_lies_in_the_function_itself_is_still_an_error() -> None:
     with pytest.raises(TraceError, match="could not be traced"):
         trace_with_breaks(Inline().forward, {"x": torch.ones(3, 4)}, ROWS)
+
+
+def by_the_value(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+class ByValue(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return by_the_value(x) + 1
+
+
+def test_a_module_of_two_names_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a script is `__main__` and `__mp_main__`: what stood there during the trace must not be among the guards."""
+    monkeypatch.setitem(sys.modules, "the_same_by_another_name", sys.modules[__name__])
+    traced = trace_with_breaks(ByValue().forward, {"x": torch.ones(3, 4)}, ROWS)
+    assert [region.holder for region in traced.regions.values()] == [f"<module {__name__}>"]
+    assert not any("by_the_value" in guard.name for guard in traced.guards.guards)
+    module = rung.wrap(ByValue().eval(), dynamic=ROWS, breaks="auto")
+    for x in (torch.ones(3, 4), -torch.ones(2, 4)):
+        assert torch.equal(module(x), ByValue()(x))
+
+
+def by_the_sum(x: torch.Tensor) -> torch.Tensor:
+    """It traces, but no compiled code can hold the number."""
+    return x * float(x.sum().item())
+
+
+class BySum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return by_the_sum(self.first(x)) + 1
+
+
+def test_a_function_that_reads_a_value_becomes_a_break() -> None:
+    torch.manual_seed(0)
+    eager: Any = BySum().eval().requires_grad_(False)
+    torch.manual_seed(0)
+    module: Any = rung.wrap(BySum().eval().requires_grad_(False), dynamic=ROWS, breaks="auto")
+    for x in (torch.randn(3, 4), torch.randn(5, 4)):
+        torch.testing.assert_close(module(x), eager(x))
+    (report,) = module.rung.report()
+    assert [one["name"] for one in report["breaks"]] == ["by_the_sum"]
+    assert report["breaks"][0]["reason"] == "it reads a value of a tensor on the host"
+
+
+class ReadsInline(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(x.sum().item())
+
+
+@pytest.mark.parametrize(("net", "breaks"), [(BySum, "explicit"), (ReadsInline, "explicit"), (ReadsInline, "auto")])
+def test_a_value_that_is_read_on_the_host_is_an_error_with_its_line(net: type[nn.Module], breaks: Any) -> None:
+    module = rung.wrap(net().eval().requires_grad_(False), dynamic=ROWS, breaks=breaks)
+    with pytest.raises(TraceError, match=r"test_auto_break.py:\d+ \(return x \* float.*reads a value of a tensor on the host") as caught:
+        module(torch.ones(3, 4))
+    assert "rung.eager_break" in str(caught.value)

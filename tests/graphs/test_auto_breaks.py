@@ -13,6 +13,7 @@ from torch import nn
 import rung
 from rung.compile.bound import Capture
 from rung.counters import Count
+from rung.errors import PaddingError
 
 ROWS = {"x": {0: "rows"}}
 STREAM = io.StringIO()
@@ -93,3 +94,37 @@ def test_a_copy_has_regions_of_its_own() -> None:
     other.last.bias.fill_(5.0)
     torch.testing.assert_close(other(x), torch.full((3, 4), 6.0))
     torch.testing.assert_close(module(x), before)
+
+
+def by_the_size(x: torch.Tensor) -> torch.Tensor:
+    """What a trace with a free size cannot decide."""
+    return x * 2 if x.shape[0] > 1 else x * 3
+
+
+class BySize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return by_the_size(self.first(x)) + 1
+
+
+def by_size() -> BySize:
+    torch.manual_seed(0)
+    return BySize().eval().requires_grad_(False)
+
+
+def test_rows_of_a_region_are_not_proved_to_be_independent() -> None:
+    module: Any = rung.wrap(by_size(), dynamic=ROWS, breaks="auto", graphs="auto", pad=("rows",))
+    with pytest.raises(PaddingError, match=r"not proved to be independent: by_the_size .*test_auto_breaks.py.* would not trace"):
+        module(torch.ones(3, 4))
+
+
+def test_a_run_decides_on_the_rows_of_a_region_when_that_is_asked_for() -> None:
+    eager: Any = by_size()
+    module: Any = rung.wrap(by_size(), dynamic=ROWS, breaks="auto", graphs="auto", pad=("rows",), pad_unproved=True)
+    for rows in (2, 3, 5):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(module(x), eager(x))
+    assert module.rung.counters[Count.UNPROVED_PADDING] > 0

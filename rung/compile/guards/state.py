@@ -15,6 +15,7 @@ from rung.compile.guards.base import Guard, GuardSet
 from rung.compile.guards.edges import Edge, edge_of
 from rung.compile.guards.late import LateChecks
 from rung.compile.guards.roots import Roots
+from rung.errors import GuardError
 
 _UNCHECKED = frozenset(
     {"__class__", "__code__", "__dict__", "__closure__", "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"}
@@ -36,7 +37,7 @@ class GuardState:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take the objects that are there now for those that were traced."""
+        """Take the objects that are there now for those that were traced. Raises `GuardError` where the way to one is gone."""
         self._slots: dict[tuple[int, str, Any], Edge] = {}
         self._checks: dict[str, None] = {}
         self.source = Source("unchanged", "")
@@ -45,8 +46,17 @@ class GuardState:
         self._tensor_tables: set[int] = set()
         self._hooks: list[Any] = [*torch_compat.global_hooks()]
         self._overrides: dict[tuple[int, str], tuple[Any, str]] = {}
-        for guard in self.guards.guards:
-            self._bind(guard)
+        try:
+            for guard in self.guards.guards:
+                self._bind(guard)
+        except (KeyError, AttributeError, IndexError, TypeError) as error:
+            violated = self.violation()
+            if not violated:
+                raise
+            raise GuardError(
+                f"what the trace read was changed while it was compiled: {violated}",
+                hint="call again; code that swaps functions or containers during a call cannot be compiled",
+            ) from error
         tensors = [edge for edge in self._slots.values() if self._is_swept(edge)]
         modules = list(self._modules.values()) if self._submodules else []
         late = LateChecks(tensors, modules, list(self._overrides.values()), self._hooks)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from rung import torch_compat
+from rung.compile.regions import Region
 from rung.compile.rows.call import Call
 from rung.compile.rows.rules import apply
 from rung.compile.rows.state import Axis, Refusal, State, Verdict, mixes, unknown
@@ -23,12 +24,13 @@ def prove_rows(
     bounds: Mapping[str, int | None],
     names: Collection[str],
     row_wise: Collection[str] = (),
+    regions: Mapping[str, Region] | None = None,
 ) -> dict[str, Verdict | None]:
     """For each dimension in `names`: None when row i of every output depends on row i of the inputs alone, else what prevents the proof.
 
     `symbols` and `bounds` are those of a `TracedGraph`, whose graph is read and not changed. `row_wise` names ops (such as
-    "mylib::scale") that are taken to keep rows apart. A proof holds for all sizes that the trace serves, when padding goes behind the real
-    rows."""
+    "mylib::scale") that are taken to keep rows apart. `regions` are those of the trace: their ops are gone by now, and are not run.
+    A proof holds for all sizes that the trace serves, when padding goes behind the real rows."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     inputs = [node.meta["example_value"] for node in placeholders]
     known = {str(symbol): symbol for value in inputs for symbol in torch_compat.free_symbols(value)}
@@ -44,7 +46,7 @@ def prove_rows(
     fake_mode: Any = next(found for value in inputs if (found := getattr(value, "fake_mode", None)) is not None)
     try:
         with fake_mode, torch.no_grad(), torch_compat.python_dispatcher():
-            _Walk(graph_module, mode).run(*inputs)
+            _Walk(graph_module, mode, regions or {}).run(*inputs)
     except Exception as error:  # whatever torch raises for code that it cannot run on fake tensors: nothing is proved then
         for item in rows.values():
             item.refuse(mode.node, unknown(f"it could not be followed: {type(error).__name__}: {str(error).strip()[:200]}"))
@@ -121,6 +123,15 @@ class Rows:
             if id(tensor) not in before:
                 self._set(tensor, state)
         self._write(call, dict(zip(map(id, outputs), states, strict=True)), before, reason, node)
+
+    def visit_region(self, region: Region, tensors: Sequence[torch.Tensor], node: fx.Node) -> None:
+        """Take note of a region that runs eagerly. It may keep what it sees, so that rows which reach it are enough for a refusal."""
+        found = [state for tensor in tensors if (state := self.state(tensor)) is not None]
+        spoilt = next((state for state in found if isinstance(state, Verdict)), None)
+        if found:
+            why = "it runs eagerly because it would not trace, so nothing says how its rows depend on each other"
+            made = Verdict("unknown", region.label, region.where or torch_compat.node_location(node), node.name, why)
+            self.verdict = self.verdict or spoilt or made
 
     def _is_concerned(self, call: Call) -> bool:
         """Whether rows take part at all, as elements or as a number."""
@@ -202,9 +213,10 @@ class _Follow(torch_compat.TorchDispatchMode):
 class _Walk(fx.Interpreter):
     """Runs the graph under the mode, which it tells the current node."""
 
-    def __init__(self, module: fx.GraphModule, mode: _Follow) -> None:
+    def __init__(self, module: fx.GraphModule, mode: _Follow, regions: Mapping[str, Region]) -> None:
         super().__init__(module)
         self.mode = mode
+        self.regions = regions
 
     def run_node(self, n: fx.Node) -> Any:
         self.mode.node = n
@@ -213,6 +225,12 @@ class _Walk(fx.Interpreter):
             for rows in self.mode.rows:
                 rows.finish(torch_compat.tree_leaves(values), n)
             return values
+        region = self.regions.get(n.target.name().partition(".")[0]) if isinstance(n.target, torch_compat.OpOverload) else None
+        if region is not None:
+            tensors, _ = self.fetch_args_kwargs_from_env(n)
+            for rows in self.mode.rows:
+                rows.visit_region(region, tensors, n)
+            return region.empty(tensors)
         with self.mode:
             return super().run_node(n)
 

@@ -15,6 +15,7 @@ from torch import nn
 from rung.compile.guards import Guard, GuardSet, GuardState, Kind, Roots
 from rung.compile.guards.roots import path_of
 from rung.compile.trace import trace
+from rung.errors import GuardError
 
 SCALE = 2.0
 TABLE: dict[str, Any] = {"scale": 2.0, "shifts": [1.0, 2.0]}
@@ -244,6 +245,17 @@ def test_a_path_that_is_gone_is_a_violation() -> None:
 
     guard = Guard(Kind.VALUE, Path("self", (("attr", "gone"),)), ["int", "1"])
     assert guard.violation({"self": types.SimpleNamespace()}) == "'self.gone' is gone"
+
+
+def test_a_way_that_is_gone_when_guards_are_bound_is_named() -> None:
+    function = closure(2.0)
+    guards = trace(function, {"x": torch.ones(3, 4)}, {}).guards
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with pytest.raises(GuardError, match=r"changed while it was compiled: 'the function.__closure__.0.cell_contents' is gone"):
+        GuardState(guards, Roots(other))
 
 
 def test_fields_of_a_dataclass_are_found_by_name() -> None:

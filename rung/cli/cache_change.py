@@ -25,9 +25,10 @@ def _top() -> Any:
 
 
 def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """A size in bytes. Raises `ConfigError` in the words of the option."""
     from rung.cache.settings import parse_bytes
 
-    return None if value is None else parse_bytes(value, f"--{param.name}")
+    return None if value is None else parse_bytes(value, param.opts[0])
 
 
 @cache.command(cls=Command)

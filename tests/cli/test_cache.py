@@ -8,6 +8,7 @@ import pytest
 from click.testing import Result
 
 from rung.cache import Manifest, Store
+from rung.errors import ConfigError
 from rung.launch.choices import choice_entry
 from tests.cli.conftest import refused
 
@@ -113,3 +114,24 @@ def test_measured_choices_become_a_file(rung: Run, store: Store, tmp_path: Path)
     found = json.loads((tmp_path / "tuning.json").read_text())
     assert found == {"format": 1, "choices": [{"codes": ["a", "b"], "device": "a GPU", "code": "b", "microseconds": [2.0, 1.0]}]}
     assert "there is no folder" in refused(rung("cache", "tuning", tmp_path / "no" / "tuning.json"))
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["5X", "-1"])
+@pytest.mark.parametrize("words", [("prune", "--bytes"), ("import", "b.tar", "--max-member")], ids=lambda words: words[0])
+def test_what_is_no_size_is_refused_by_the_name_of_the_option(words: tuple[str, ...], size: str, rung: Run, store: Store) -> None:
+    assert f"{words[-1]}: {size!r} is no size" in refused(rung("cache", *words, size))
+
+
+@pytest.mark.parametrize("name", ["RUNG_CACHE_MODE", "RUNG_CACHE_BYTES", "RUNG_CACHE_TRUST"])
+def test_a_wrong_variable_is_refused(name: str, rung: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "bogus")
+    assert name in refused(rung("cache", "stat"))
+
+
+@pytest.mark.parametrize("place", [("cache", "--debug", "prune"), ("cache", "prune", "--debug")], ids=" ".join)
+def test_debug_shows_the_error_of_an_option(place: tuple[str, ...], rung: Run, store: Store) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        rung(*place, "--bytes", "5X")

@@ -116,6 +116,10 @@ def test_measured_choices_become_a_file(rung: Run, store: Store, tmp_path: Path)
     assert "there is no folder" in refused(rung("cache", "tuning", tmp_path / "no" / "tuning.json"))
 
 
+def test_explain_takes_the_kind_with_the_key(rung: Run, store: Store) -> None:
+    assert parsed(rung("cache", "explain", "plans/ke", "--json"))[0]["key"] == "key"  # type: ignore[index]
+
+
 # --- what is refused -----------------------------------------------------------------------------------------------------------------
 
 
@@ -135,3 +139,29 @@ def test_a_wrong_variable_is_refused(name: str, rung: Run, monkeypatch: pytest.M
 def test_debug_shows_the_error_of_an_option(place: tuple[str, ...], rung: Run, store: Store) -> None:
     with pytest.raises(ConfigError, match="is no size"):
         rung(*place, "--bytes", "5X")
+
+
+@pytest.mark.parametrize("key", ["zzz", "pieces/key"])
+def test_a_key_that_the_log_has_not_is_refused(key: str, rung: Run, store: Store) -> None:
+    assert f"no miss, damage or eviction of {key!r}" in refused(rung("cache", "explain", key))
+
+
+COMMANDS = ["ls", "show a", "diff a", "explain", "verify", "prune", "pin a", "stat", "export b.tar", "tuning t.json", "clear --yes"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_store_that_is_not_there_is_refused(command: str, rung: Run, tmp_path: Path) -> None:
+    assert "--store: there is no folder" in refused(rung("cache", "--store", tmp_path / "none", *command.split()))
+    assert not (tmp_path / "none").exists()
+
+
+def test_import_makes_the_store(rung: Run, store: Store, tmp_path: Path) -> None:
+    rung("cache", "export", tmp_path / "b.tar")
+    assert parsed(rung("cache", "--store", tmp_path / "new", "import", tmp_path / "b.tar", "--json"))["manifests"] == 3  # type: ignore[index]
+    assert len(parsed(rung("cache", "--store", tmp_path / "new", "ls", "--json"))) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", [(), ("--kind", "kernels")], ids=" ".join)
+def test_a_bundle_of_nothing_is_refused(words: tuple[str, ...], rung: Run, tmp_path: Path) -> None:
+    assert "nothing to export" in refused(rung("cache", "export", tmp_path / "b.tar", *words))
+    assert not (tmp_path / "b.tar").exists()

@@ -110,7 +110,7 @@ class CompileConfig:
         _one_of("on_guard_violation", self.on_guard_violation, get_args(GuardPolicy))
         _one_of("breaks", self.breaks, get_args(BreakPolicy))
         for kind in self.drop_guards:
-            _one_of("drop_guards", kind, GUARD_KINDS)
+            _one_of("drop_guards", kind, GUARD_KINDS, hint=f"name some of {', '.join(GUARD_KINDS)}; () checks everything")
         _one_of("on_address_change", self.on_address_change, get_args(AddressPolicy))
         if self.maximum is not None and self.maximum < 1:
             raise ConfigError(f"maximum must be at least 1, got {self.maximum}", hint="give the largest size of the dynamic dimension")
@@ -171,6 +171,7 @@ def _sizes(field_name: str, value: object) -> None:
         )
 
 
-def _one_of(field_name: str, value: str, allowed: tuple[str, ...]) -> None:
+def _one_of(field_name: str, value: str, allowed: tuple[str, ...], hint: str = "") -> None:
     if value not in allowed:
-        raise ConfigError(f"{field_name} must be one of {', '.join(allowed)}; got {value!r}", hint=f"use {allowed[0]!r} if unsure")
+        text = f"{field_name} must be one of {', '.join(allowed)}; got {value!r}"
+        raise ConfigError(text, hint=hint or f"use {allowed[0]!r} if unsure")

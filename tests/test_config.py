@@ -40,6 +40,11 @@ def test_every_kind_of_guard_can_be_dropped() -> None:
     assert {*config.GUARD_KINDS} == {*Kind, "submodules"}
 
 
+def test_a_guard_that_is_none_is_answered_with_the_kinds() -> None:
+    with pytest.raises(ConfigError, match=f"hint: name some of {', '.join(config.GUARD_KINDS)}"):
+        CompileConfig(drop_guards=("x",))
+
+
 def test_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         CompileConfig().maximum = 3  # type: ignore[misc]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -110,16 +111,20 @@ class CompileConfig:
         _one_of("on_guard_violation", self.on_guard_violation, get_args(GuardPolicy))
         _one_of("breaks", self.breaks, get_args(BreakPolicy))
         for kind in self.drop_guards:
-            _one_of("drop_guards", kind, GUARD_KINDS)
+            _one_of("drop_guards", kind, GUARD_KINDS, hint=f"name some of {', '.join(GUARD_KINDS)}; () checks everything")
         _one_of("on_address_change", self.on_address_change, get_args(AddressPolicy))
-        if self.maximum is not None and self.maximum < 1:
-            raise ConfigError(f"maximum must be at least 1, got {self.maximum}", hint="give the largest size of the dynamic dimension")
+        if self.maximum is not None and (not is_integer(self.maximum) or self.maximum < 1):
+            raise ConfigError(
+                f"maximum must be an integer of at least 1, got {self.maximum!r}", hint="give the largest size of the dynamic dimension"
+            )
         if self.capture_after < 1:
             raise ConfigError(f"capture_after must be at least 1, got {self.capture_after}", hint="1 captures at the first call of a size")
         if self.graphs == "none" and (self.nvtx or self.step_trace is not None):
             raise ConfigError("nvtx and step_trace have no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
-        if any(not isinstance(count, int) or count < 0 for count in self.expect.values()):
-            raise ConfigError(f"expect must give numbers of matches, got {dict(self.expect)}", hint='for example {"add_norm": 64}')
+        if not isinstance(self.expect, Mapping) or any(not is_integer(count) or count < 0 for count in self.expect.values()):
+            raise ConfigError(f"expect must give numbers of matches by pass, got {self.expect!r}", hint='for example {"add_norm": 64}')
+        if not isinstance(self.factors, Mapping) or not all(isinstance(name, str) for name in self.factors):
+            raise ConfigError(f"factors must give values by name, got {self.factors!r}", hint='for example {"MY_OP_TILE": 64}')
         seam = next((name for name in self.inductor if name in ("post_grad_custom_pre_pass", "joint_custom_pre_pass")), None)
         if seam is not None:
             raise ConfigError(f"inductor names {seam}, where rung's own passes enter", hint="give the pass as passes=(...)")
@@ -136,7 +141,7 @@ class CompileConfig:
         self._check_variants()
         names = {name for dims in (self.dynamic or {}).values() for name in dims.values()}
         for given in self.capture_sizes.values() if isinstance(self.capture_sizes, Mapping) else (self.capture_sizes,):
-            _sizes("capture_sizes", given)
+            check_sizes("capture_sizes", given)
         unknown = [name for name in self.pad if self.dynamic is not None and name not in names]
         if isinstance(self.capture_sizes, Mapping):
             other = [name for name in self.capture_sizes if self.dynamic is not None and name not in names]
@@ -146,8 +151,13 @@ class CompileConfig:
             raise ConfigError(f"pad names {unknown[0]!r}, which is no dynamic dimension", hint=f"dynamic names {sorted(names)}")
 
     def _check_variants(self) -> None:
+        if not isinstance(self.variants, tuple | list):
+            raise ConfigError(f"variants must be a tuple of sizes and ranges, got {self.variants!r}", hint="for example (1, 8, (16, 64))")
         for given in self.variants:
-            low, high = (given, given) if isinstance(given, int) else given
+            ends = given if isinstance(given, tuple | list) else (given, given)
+            if len(ends) != 2 or not all(type(end) is int for end in ends):
+                raise ConfigError(f"variants has {given!r}, neither a size nor a range (low, high)", hint="for example (1, 8, (16, 64))")
+            low, high = ends
             if not 1 <= low <= high or (self.maximum is not None and high > self.maximum):
                 limit = "" if self.maximum is None else f" and at most {self.maximum}"
                 raise ConfigError(
@@ -162,15 +172,23 @@ class CompileConfig:
             )
 
 
-def _sizes(field_name: str, value: object) -> None:
-    """A list with entries, or None. The entries themselves are the ladder's matter."""
-    if value is not None and (isinstance(value, str) or not isinstance(value, Iterable) or not list(value)):
+def is_integer(value: object) -> bool:
+    """Whether a setting is a whole number; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_sizes(field_name: str, value: object) -> None:
+    """Raises `ConfigError` unless `value` is None or a list of integers, at least one. Their values are the ladder's matter."""
+    if value is None:
+        return
+    if isinstance(value, str) or not isinstance(value, Iterable) or not (sizes := list(value)) or not all(map(is_integer, sizes)):
         raise ConfigError(
             f"{field_name} must be a list of at least one size, got {value!r}",
             hint='for example (1, 8, 64); graphs="none" captures nothing, None leaves the sizes to rung',
         )
 
 
-def _one_of(field_name: str, value: str, allowed: tuple[str, ...]) -> None:
+def _one_of(field_name: str, value: str, allowed: tuple[str, ...], hint: str = "") -> None:
     if value not in allowed:
-        raise ConfigError(f"{field_name} must be one of {', '.join(allowed)}; got {value!r}", hint=f"use {allowed[0]!r} if unsure")
+        text = f"{field_name} must be one of {', '.join(allowed)}; got {value!r}"
+        raise ConfigError(text, hint=hint or f"use {allowed[0]!r} if unsure")

@@ -22,7 +22,24 @@ BAD: list[dict[str, Any]] = [
     {"capture_sizes": "5", "graphs": "full"},
     {"capture_sizes": (), "graphs": "full"},
     {"capture_sizes": {"rows": ()}, "graphs": "full"},
+    {"capture_sizes": ("a",), "graphs": "full"},
     {"pad": ("rows",), "graphs": "full", "dynamic": {"x": {0: "tokens"}}},
+    {"maximum": "8"},
+    {"maximum": 8.0},
+    {"maximum": True},
+    {"variants": 4},
+    {"variants": "4"},
+    {"variants": ("4",)},
+    {"variants": (1.5,)},
+    {"variants": (None,)},
+    {"variants": ((1, 2, 3),)},
+    {"variants": ((1, "2"),)},
+    {"expect": 3},
+    {"expect": ("add_norm",)},
+    {"expect": {"add_norm": True}},
+    {"factors": 3},
+    {"factors": ("A",)},
+    {"factors": {1: "a"}},
 ]
 
 
@@ -38,6 +55,11 @@ def test_defaults_are_valid() -> None:
 
 def test_every_kind_of_guard_can_be_dropped() -> None:
     assert {*config.GUARD_KINDS} == {*Kind, "submodules"}
+
+
+def test_a_guard_that_is_none_is_answered_with_the_kinds() -> None:
+    with pytest.raises(ConfigError, match=f"hint: name some of {', '.join(config.GUARD_KINDS)}"):
+        CompileConfig(drop_guards=("x",))
 
 
 def test_config_is_frozen() -> None:

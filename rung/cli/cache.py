@@ -21,7 +21,10 @@ KINDS = ("plans", "pieces", "kernels", "kernel-parameters", "choices")
 def cache(ctx: click.Context, store: Path | None, trust_store: bool) -> None:
     """Look into the artifact store, check it, bound it, ship it. KEY is the beginning of a key, or kind/key."""
     from rung.cache import use_store
+    from rung.errors import ConfigError
 
+    if store is not None and not store.is_dir() and ctx.invoked_subcommand != "import":  # which makes it
+        raise ConfigError(f"--store: there is no folder {str(store)!r}", hint="name the folder of a store; `import` alone makes one")
     changes: dict[str, Any] = ({} if store is None else {"root": store}) | ({"trust": "any"} if trust_store else {})
     ctx.with_resource(use_store(**changes))
 
@@ -93,11 +96,16 @@ def diff(first: str, second: str | None, as_json: bool) -> None:
 def explain(key: str | None, last: int, as_json: bool) -> None:
     """Why something was compiled: the latest misses, each with the factors that differed from the nearest entry."""
     from rung.cache.inspect import read_log
+    from rung.errors import ConfigError
 
     top = current_store().top
     events = ("miss", "damaged", "evict")
-    lines = [line for line in ([] if top is None else read_log(top)) if line["event"] in events and line["key"].startswith(key or "")]
-    lines = lines[-last:]
+    kind, _, start = (key or "").rpartition("/")
+    found = [line for line in ([] if top is None else read_log(top)) if line["event"] in events]
+    found = [line for line in found if line["key"].startswith(start) and kind in ("", line["kind"])]
+    if key and not found:
+        raise ConfigError(f"the log has no miss, damage or eviction of {key!r}", hint="`rung cache explain` alone shows the latest ones")
+    lines = found[-last:]
     if as_json:
         return emit(lines)
     rows = [(age(line["time"]), line["event"], line["kind"], line["key"][:12], line.get("why", "")) for line in lines]

@@ -13,7 +13,7 @@ from rung.cli.cache import JSON, KINDS, current_store
 from rung.cli.cache import cache as cache
 from rung.cli.cache_show import emit, size
 from rung.cli.command import Command
-from rung.errors import CacheError
+from rung.errors import CacheError, ConfigError
 
 
 def _top() -> Any:
@@ -25,9 +25,10 @@ def _top() -> Any:
 
 
 def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """A size in bytes. Raises `ConfigError` in the words of the option."""
     from rung.cache.settings import parse_bytes
 
-    return None if value is None else parse_bytes(value, f"--{param.name}")
+    return None if value is None else parse_bytes(value, param.opts[0])
 
 
 @cache.command(cls=Command)
@@ -117,6 +118,9 @@ def export(file: Path, keys: tuple[str, ...], kinds: tuple[str, ...], as_json: b
     check_writable(file, "FILE")
     store = current_store()
     chosen = [find_entry(store, key)[1] for key in keys] or [found for _, found in store.manifests() if not kinds or found.kind in kinds]
+    if not chosen:
+        what = "entry" if not kinds else f"entry of kind {' or '.join(kinds)}"
+        raise ConfigError(f"the store has no {what}, so there is nothing to export", hint="`rung cache stat` shows where it looks")
     _say(export_bundle(store, file, chosen), f"written to {file}", as_json)
 
 

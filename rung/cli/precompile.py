@@ -57,7 +57,7 @@ def precompile(
     """Compile TARGET into a store: a model (as for `rung generate`), a named shape with random weights (as for `rung bench`), or a
     module:attr with --inputs. What the store has already is not compiled again. Weights do not matter to the artifacts, their shapes do."""
     from rung.cache import open_store, use_store
-    from rung.cli.targets import is_module_target
+    from rung.cli.targets import is_module_target, missing_inputs
 
     elsewhere = [name for name in targets if name != "native"]
     if elsewhere:
@@ -66,8 +66,11 @@ def precompile(
         reason = why_no_pretending()
         if reason is not None:
             raise BackendUnavailableError(f"--target {elsewhere[0]}: {reason}", hint="install torch's CUDA build; it needs no GPU")
-    if is_module_target(target) != (inputs is not None):
-        raise ConfigError("--inputs goes with a module:attr target, and with no other", hint="see `rung precompile --help`")
+    if is_module_target(target):
+        if inputs is None:
+            raise missing_inputs(target)
+    elif inputs is not None:
+        raise ConfigError(f"--inputs goes with a module:attr target, and {target!r} is a model", hint="leave --inputs out")
     job = Job(target=target, inputs=inputs, dtype=dtype, sizes=tuple(sizes or ()), requests=tuple(requests or (16, 64)))
     ends: tuple[int | None, ...] = ranges or (None,)
     wanted = [replace(job, place=place, maximum=end) for place in targets or ("native",) for end in ends]

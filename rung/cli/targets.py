@@ -44,12 +44,21 @@ def import_object(text: str, option: str) -> Any:
 
 def open_module(text: str, inputs: str | None, dtype: torch.dtype | None, device: torch.device) -> tuple[nn.Module, InputBuilder]:
     """The module that a target names, and the builder of its inputs. Raises `ConfigError`, before anything is built when one is missing."""
-    found = import_object(text, "TARGET")
     if inputs is None:
-        raise ConfigError(f"{text} needs --inputs", hint="name a function that takes a size and returns the arguments of forward")
+        raise missing_inputs(text)
+    found = import_object(text, "TARGET")
     build = InputBuilder(import_object(inputs, "--inputs"), device)
     module = _module_of(found, text)
     return (module if dtype is None else module.to(dtype)), build
+
+
+def missing_inputs(text: str) -> ConfigError:
+    """What is wrong with a target that came without --inputs: above all that it cannot be imported."""
+    try:
+        import_object(text, "TARGET")
+    except ConfigError as error:
+        return error
+    return ConfigError(f"{text} needs --inputs", hint="name a function that takes a size and returns the arguments of forward")
 
 
 def _module_of(found: Any, text: str) -> nn.Module:

@@ -85,7 +85,8 @@ class SizeVariants:
         made = source()
         if background:
             device = self.compiled.device
-            self._thread = threading.Thread(target=self._build_behind, args=(missing, made, device), name="rung-variants", daemon=True)
+            # No daemon: the interpreter would take its modules away under the compiler, which aborts the process.
+            self._thread = threading.Thread(target=self._build_behind, args=(missing, made, device), name="rung-variants", daemon=False)
             self._thread.start()
         else:
             for state in missing:
@@ -117,13 +118,19 @@ class SizeVariants:
         ]
 
     def _build_behind(self, missing: Sequence[VariantState], source: Source, device: torch.device) -> None:
-        """In the thread. What fails is counted, logged, and raised by `wait`; the code for all sizes serves these too."""
+        """In the thread. What fails is counted, logged, and raised by `wait`; the code for all sizes serves these too. A process that ends
+        waits for the variant at hand, and the next process compiles the others."""
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
         for state in missing:
+            if _process_ends():
+                break
             try:
                 self._build(state, source)
             except Exception as error:
+                if _process_ends():  # its thread pools take no work any more: that says nothing about the variant
+                    state.state = "waiting"
+                    break
                 state.state, state.error = "failed", error
                 self._counters.add(Count.VARIANT_FAILURES)
                 _log.error("no code of its own for sizes %s of %s: %s", state.sizes, self.compiled.plan.entry, error)
@@ -151,3 +158,8 @@ class SizeVariants:
         with torch_compat.quiet_compiler():
             loaded = load_pieces(artifacts, data.__getitem__, self.compiled.device, self._pieces.store, self._counters)
         self.compiled.publish(sizes, loaded, self._owner, Sources(artifacts, data.__getitem__))
+
+
+def _process_ends() -> bool:
+    """Whether the main thread is done, and the interpreter waits for the others."""
+    return not threading.main_thread().is_alive()

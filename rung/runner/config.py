@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Literal, get_args
 
-from rung.config import AddressPolicy
+from rung.config import AddressPolicy, check_sizes, is_integer
 from rung.errors import ConfigError
 
 KVCacheDtype = Literal["auto", "fp8"]
@@ -76,8 +77,11 @@ class RunnerConfig:
                 raise ConfigError(
                     "lazy_capture and capture_after exclude each other", hint="capture_after=1 captures behind the first step"
                 )
-        if self.capture_seconds < 0:
+        _is_a("capture_seconds", self.capture_seconds, int | float, "a number")
+        _is_a("freeze_heap", self.freeze_heap, bool, "True or False")
+        if not self.capture_seconds >= 0:
             raise ConfigError(f"capture_seconds must not be negative, got {self.capture_seconds}", hint="0 captures only when asked to")
+        check_sizes("capture_sizes", self.capture_sizes)
         if not self.decode_query_lens:
             raise ConfigError("decode_query_lens names no length", hint="leave it at (1,)")
         for length in self.decode_query_lens:
@@ -107,6 +111,13 @@ class RunnerConfig:
         return min(self.long_prefill_chunk or self.max_num_tokens, self.max_num_tokens)
 
 
+def _is_a(name: str, value: object, kind: type | UnionType, words: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be {words}, got {value!r}", hint=f"leave {name} at its default")
+
+
 def _at_least(name: str, value: int, least: int) -> None:
+    if not is_integer(value):
+        raise ConfigError(f"{name} must be an integer, got {value!r}", hint=f"leave {name} at its default")
     if value < least:
         raise ConfigError(f"{name} must be at least {least}, got {value}", hint=f"leave {name} at its default")

@@ -47,3 +47,13 @@ def test_unexpected_error_asks_for_debug(rung: Callable[..., Result], monkeypatc
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ZeroDivisionError")
     assert "--debug" in result.stderr
+
+
+@pytest.mark.parametrize("words", [("doctor",), ("doctor", "--debug")], ids=" ".join)
+def test_an_interrupt_is_one_line(words: tuple[str, ...], rung: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rung.cli.doctor.examine", interrupted)
+    result = rung(*words)
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "error: interrupted\n")

@@ -8,6 +8,7 @@ import pytest
 from click.testing import Result
 
 from rung.cache import Manifest, Store
+from rung.errors import ConfigError
 from rung.launch.choices import choice_entry
 from tests.cli.conftest import refused
 
@@ -113,3 +114,54 @@ def test_measured_choices_become_a_file(rung: Run, store: Store, tmp_path: Path)
     found = json.loads((tmp_path / "tuning.json").read_text())
     assert found == {"format": 1, "choices": [{"codes": ["a", "b"], "device": "a GPU", "code": "b", "microseconds": [2.0, 1.0]}]}
     assert "there is no folder" in refused(rung("cache", "tuning", tmp_path / "no" / "tuning.json"))
+
+
+def test_explain_takes_the_kind_with_the_key(rung: Run, store: Store) -> None:
+    assert parsed(rung("cache", "explain", "plans/ke", "--json"))[0]["key"] == "key"  # type: ignore[index]
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["5X", "-1"])
+@pytest.mark.parametrize("words", [("prune", "--bytes"), ("import", "b.tar", "--max-member")], ids=lambda words: words[0])
+def test_what_is_no_size_is_refused_by_the_name_of_the_option(words: tuple[str, ...], size: str, rung: Run, store: Store) -> None:
+    assert f"{words[-1]}: {size!r} is no size" in refused(rung("cache", *words, size))
+
+
+@pytest.mark.parametrize("name", ["RUNG_CACHE_MODE", "RUNG_CACHE_BYTES", "RUNG_CACHE_TRUST"])
+def test_a_wrong_variable_is_refused(name: str, rung: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "bogus")
+    assert name in refused(rung("cache", "stat"))
+
+
+@pytest.mark.parametrize("place", [("cache", "--debug", "prune"), ("cache", "prune", "--debug")], ids=" ".join)
+def test_debug_shows_the_error_of_an_option(place: tuple[str, ...], rung: Run, store: Store) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        rung(*place, "--bytes", "5X")
+
+
+@pytest.mark.parametrize("key", ["zzz", "pieces/key"])
+def test_a_key_that_the_log_has_not_is_refused(key: str, rung: Run, store: Store) -> None:
+    assert f"no miss, damage or eviction of {key!r}" in refused(rung("cache", "explain", key))
+
+
+COMMANDS = ["ls", "show a", "diff a", "explain", "verify", "prune", "pin a", "stat", "export b.tar", "tuning t.json", "clear --yes"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_store_that_is_not_there_is_refused(command: str, rung: Run, tmp_path: Path) -> None:
+    assert "--store: there is no folder" in refused(rung("cache", "--store", tmp_path / "none", *command.split()))
+    assert not (tmp_path / "none").exists()
+
+
+def test_import_makes_the_store(rung: Run, store: Store, tmp_path: Path) -> None:
+    rung("cache", "export", tmp_path / "b.tar")
+    assert parsed(rung("cache", "--store", tmp_path / "new", "import", tmp_path / "b.tar", "--json"))["manifests"] == 3  # type: ignore[index]
+    assert len(parsed(rung("cache", "--store", tmp_path / "new", "ls", "--json"))) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", [(), ("--kind", "kernels")], ids=" ".join)
+def test_a_bundle_of_nothing_is_refused(words: tuple[str, ...], rung: Run, tmp_path: Path) -> None:
+    assert "nothing to export" in refused(rung("cache", "export", tmp_path / "b.tar", *words))
+    assert not (tmp_path / "b.tar").exists()

@@ -35,8 +35,10 @@ def test_what_was_precompiled_is_required_and_found(rung: Callable[..., Result],
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("examples.wrap_mlp:build",), "--inputs goes with a module:attr target"),
-        (("tiny", "--inputs", "a:b"), "--inputs goes with a module:attr target"),
+        (("examples.wrap_mlp:build",), "examples.wrap_mlp:build needs --inputs"),
+        (("no.such:build",), "TARGET: 'no.such' cannot be imported"),
+        (("examples.wrap_mlp:none",), "TARGET: 'examples.wrap_mlp' has no 'none'"),
+        (("tiny", "--inputs", "a:b"), "--inputs goes with a module:attr target, and 'tiny' is a model"),
     ],
 )
 def test_wrong_targets_are_refused(words: tuple[str, ...], why: str, rung: Callable[..., Result]) -> None:

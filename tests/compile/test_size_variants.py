@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import rung
+from rung.cache import open_store
+from rung.cache.inspect import verify_store
 from rung.compile.piece_compiler import PieceCompiler
 from rung.compile.sizes import SizeRange, SizeTable
 from rung.counters import Count
@@ -18,6 +24,26 @@ from rung.errors import CacheMissError, CompileError, ConfigError
 from tests.compile.cases import Block, Net, Stack, assert_same
 
 ROWS = {"x": {0: "rows"}}
+ENDS = textwrap.dedent(  # the script is done before the first variant is compiled
+    """
+    import threading, time, torch, rung
+    from rung.compile.piece_compiler import PieceCompiler
+    from tests.compile.cases import Net
+
+    compile_piece = PieceCompiler._compile
+
+    def late(self, *arguments, **named):
+        while threading.current_thread() is not threading.main_thread() and threading.main_thread().is_alive():
+            time.sleep(0.01)
+        return compile_piece(self, *arguments, **named)
+
+    PieceCompiler._compile = late
+    module = Net()
+    rung.wrap(module, dynamic={"x": {0: "rows"}}, variants=(1, 2, (4, 9)), background_variants=True)
+    with torch.no_grad():
+        module(torch.randn(3, 8))
+    """
+)
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +177,14 @@ def test_the_general_code_serves_until_a_variant_is_there(eager: Net, monkeypatc
     assert_same(module(x), eager(x))
     assert (states(module), calls(module)) == ({"4": "compiled", "6": "compiled"}, {"4": 1, "6": 0})
     assert module.rung.counters[Count.SIZE_VARIANTS] == 2
+
+
+def test_a_process_that_ends_waits_for_the_variant_at_hand() -> None:
+    process = subprocess.run([sys.executable, "-c", ENDS], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
+    store = open_store()
+    assert all(problem is None for problem in verify_store(store))
+    assert len(list(store.manifests("pieces"))) == 2  # for all sizes, and for the size 1; the others were not begun
 
 
 def test_a_variant_that_fails_is_counted_and_its_error_kept(eager: Net, monkeypatch: pytest.MonkeyPatch) -> None:

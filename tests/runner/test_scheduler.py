@@ -148,9 +148,26 @@ def test_an_id_in_use_is_refused() -> None:
         scheduler.add(request("a", 3))
 
 
-@pytest.mark.parametrize(
-    "bad", [{"max_num_requests": 0}, {"max_num_tokens": 2}, {"block_size": 0}, {"max_model_len": 1}, {"graphs": "all"}]
-)
+BAD: list[dict[str, Any]] = [
+    {"max_num_requests": 0},
+    {"max_num_tokens": 2},
+    {"block_size": 0},
+    {"max_model_len": 1},
+    {"graphs": "all"},
+    {"replay_steps": "4"},
+    {"replay_steps": 1.5},
+    {"capture_seconds": "1"},
+    {"capture_seconds": None},
+    {"capture_seconds": float("nan")},
+    {"freeze_heap": "yes"},
+    {"capture_sizes": 8},
+    {"capture_sizes": "8"},
+    {"capture_sizes": ("8",)},
+    {"capture_sizes": ()},
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
 def test_bad_settings_are_refused_with_a_hint(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(bad))}.*\n?hint: "):
         make(**bad)

@@ -143,7 +143,7 @@ def _show(report: dict[str, Any], on_gpu: bool) -> None:
         rows.append((row["size"], row["mode"], ran, *times, *(_cell(row[name], "d") for name in _COUNTS)))
     out = console()
     out.print(table(f"{report['target']}: one step, medians", columns, rows, numbers=("size", *_TIMES, *_COUNTS)))
-    spent = [(name, f"{seconds:.2f}") for name, seconds in report["phases_seconds"].items() if seconds >= 0.005]
+    spent = [(name, f"{seconds:.3f}") for name, seconds in report["phases_seconds"].items() if seconds]
     out.print(table("start-up", ("phase", "s"), spent, numbers=("s",)))
     if (memory := report["graph_memory"]) is not None:
         held = memory["pool_bytes"] + memory["executable_bytes"]

@@ -160,10 +160,15 @@ def test_decode_launch_fills_the_device_and_no_more(batch: int, max_seq_len: int
     assert launch.splits * 128 <= max(128, max_seq_len)
 
 
-@pytest.mark.parametrize(("batch", "block_n", "num_warps", "splits"), [(1, 64, 4, 33), (8, 64, 4, 4), (64, 32, 2, 1), (256, 16, 1, 1)])
+@pytest.mark.parametrize(("batch", "block_n", "num_warps", "splits"), [(1, 64, 4, 33), (8, 64, 4, 4), (64, 32, 2, 1), (256, 64, 4, 1)])
 def test_decodes_that_fit_in_a_smaller_size_are_smaller(batch: int, block_n: int, num_warps: int, splits: int) -> None:
     launch = plan(batch, 1, 8192)
     assert (launch.block_n, launch.num_warps, launch.splits) == (block_n, num_warps, splits)
+
+
+def test_decodes_that_wait_for_a_place_are_as_small_as_can_be() -> None:
+    tiles = [(launch.block_n, launch.num_warps) for launch in (plan(256, 1, 4096), plan(256, 1, 4096, block_size=64))]
+    assert tiles == [(16, 1), (64, 4)]
 
 
 def test_small_heads_are_split_further() -> None:

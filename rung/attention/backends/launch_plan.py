@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from rung.attention.base import AttentionSpec, BatchBounds
 
 MAX_SPLITS = 64
+_TRIED_SMALL = 4096  # the longest requests for which programs of one warp were tried; beyond, bytes bound and the larger ones were measured
 _KEYS_A_SPLIT = 128  # a smaller share is not worth its part of the reduce
 
 
@@ -65,7 +66,7 @@ def plan_launch(
     room = 2 * processors * max(1, 128 // columns)  # programs that keep the memory busy
     if block_m == 16 and room < programs <= 4 * room:
         block_n, num_warps = 32, 2
-    elif block_m == 16 and programs > room and columns <= 128 and element_size == 2:
+    elif block_m == 16 and programs > room and columns <= 128 and element_size == 2 and block_size % 64 and max_seq_len <= _TRIED_SMALL:
         block_n, num_warps, num_stages = 16, 1, 4
     block_n = max(16, min(block_n, 8192 // columns) * 2 // element_size)
     reach = max_seq_len if spec.sliding_window is None else min(max_seq_len, spec.sliding_window + block_q)

@@ -68,6 +68,9 @@ class DecodeStep:
         for table in self._tables:
             table.written(num_rows)
 
+    def _steps_so_far(self) -> int:
+        return self._steps
+
     def count(self) -> None:
         """After each replay."""
         self._steps += 1
@@ -76,9 +79,10 @@ class DecodeStep:
         """What the last `num_steps` replays sample, [num_steps, num_requests], -1 where nothing was: int64 on the device, where the host
         cannot read the history in place."""
         history, history_np = self.state.history, self.state.history_np
-        first = (self._steps - num_steps) % history.shape[0]
+        first_step = self._steps - num_steps
         if history_np is not None:
-            return RecordedTokens(history_np, first, num_steps, num_requests)
+            return RecordedTokens(history_np, first_step, num_steps, num_requests, self._steps_so_far)
+        first = first_step % history.shape[0]
         end = first + num_steps
         return torch.cat([history[first:end, :num_requests], history[: max(0, end - history.shape[0]), :num_requests]])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from rung.errors import StateError
 from rung.runner.sampler.failures import MESSAGES
 from rung.runner.sampler.logprobs import StepLogprobs, TokenLogprobs
 
@@ -30,20 +31,28 @@ EMPTY_OUTPUT = ModelRunnerOutput()
 
 @dataclass(frozen=True, slots=True)
 class RecordedTokens:
-    """Tokens that replays write where the host can read them. `tolist` is for when the replays are done, and before the history comes round
-    to their rows again."""
+    """Tokens that replays write where the host can read them. `tolist` is for when the replays are done. Raises `StateError` once the
+    history has come round to their rows again."""
 
     history: npt.NDArray[np.int64]  # [H, R]
-    first: int  # row of the first step
+    first_step: int
     num_steps: int
     num_requests: int
+    steps_so_far: Callable[[], int]  # replays that were enqueued by now
 
     def tolist(self) -> list[list[int]]:
         """By step and request, -1 where nothing was sampled."""
-        end = self.first + self.num_steps
-        rows: list[list[int]] = self.history[self.first : end, : self.num_requests].tolist()
-        if end > len(self.history):
-            rows += self.history[: end - len(self.history), : self.num_requests].tolist()
+        rows_kept = len(self.history)
+        if self.steps_so_far() > self.first_step + rows_kept:
+            raise StateError(
+                f"the tokens of a step were read more than {rows_kept} steps later, when they were no longer kept",
+                hint="read an output before so many further steps are enqueued",
+            )
+        first = self.first_step % rows_kept
+        end = first + self.num_steps
+        rows: list[list[int]] = self.history[first:end, : self.num_requests].tolist()
+        if end > rows_kept:
+            rows += self.history[: end - rows_kept, : self.num_requests].tolist()
         return rows
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from rung.errors import StateError
 from rung.runner import AsyncOutput
 from rung.runner.executor import InProcessExecutor
 from rung.runner.output import RecordedTokens
@@ -22,11 +23,20 @@ def test_steps_of_one_replay_are_joined_by_request() -> None:
 @pytest.mark.parametrize(("first", "expected"), [(0, [[0, 1], [10, 11], [20, 21]]), (3, [[30, 31], [0, 1], [10, 11]])])
 def test_recorded_tokens_are_read_when_they_are_asked_for(first: int, expected: list[list[int]]) -> None:
     history = np.full((4, 3), -1)
-    recorded = RecordedTokens(history, first, num_steps=3, num_requests=2)
+    recorded = RecordedTokens(history, first, 3, 2, lambda: first + 3)
     output = AsyncOutput(("a", "b"), recorded, None, None)
     history[:] = np.arange(4)[:, None] * 10 + np.arange(3)
     assert recorded.tolist() == expected
     assert output.get_output().sampled_token_ids == tuple(zip(*expected, strict=True))
+
+
+def test_tokens_that_are_read_too_late_are_refused() -> None:
+    history, steps = np.zeros((4, 1), np.int64), 9
+    output = AsyncOutput(("a",), RecordedTokens(history, 5, 1, 1, lambda: steps), None, None)
+    assert output.get_output().sampled_token_ids == ((0,),)
+    steps = 10  # the one at hand may write row 1, where step 5 wrote
+    with pytest.raises(StateError, match="more than 4 steps later"):
+        output.get_output()
 
 
 class Worker:

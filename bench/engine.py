@@ -5,7 +5,8 @@
 
 B prompts of random tokens run together, greedy, to `--short` and to `--long` tokens. A step is the difference over the number of steps,
 so prefill and start-up drop out; scheduling, sampling and the read of the tokens stay in. The last table has a column for each of
-`--replay-steps`. `--host-profile` adds a table of host time by function for each size, whose sum is the whole step.
+`--replay-steps`. `--host-profile` adds a table of host time by function for each size, whose sum is the whole step. `--series N` adds one
+more generation for each size, of `--series-tokens`, and prints N spans of it: the median step, and the device's clock and power.
 """
 
 from __future__ import annotations
@@ -16,20 +17,28 @@ import json
 import random
 import statistics
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.device_state import StateReader
 from bench.host_profile import HostProfile, show
+from bench.series import decode_series, print_series
 from rung.cli.assembly import open_decoder
 from rung.cli.options import QUANTISATIONS, resolve_device, resolve_dtype
 from rung.runner import Engine, ModelRunner, RunnerConfig, SamplingParams, build_engine
 
 
+def draw(rng: random.Random, requests: int, context: int, vocab: int) -> list[list[int]]:
+    """Prompts of random tokens."""
+    return [[rng.randrange(vocab) for _ in range(context)] for _ in range(requests)]
+
+
 def generate(engine: Engine, rng: random.Random, requests: int, context: int, tokens: int, vocab: int) -> float:
     """Seconds for all requests, from the call to the last token."""
-    prompts = [[rng.randrange(vocab) for _ in range(context)] for _ in range(requests)]
+    prompts = draw(rng, requests, context, vocab)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
     engine.generate(prompts, params)
@@ -75,6 +84,8 @@ def main() -> None:
     parser.add_argument("--replay-steps", default="1", help="comma-separated; each is measured on an engine of its own")
     parser.add_argument("--capture-all", action="store_true", help="the default ladder instead of the measured sizes")
     parser.add_argument("--host-profile", action="store_true", help="also print where the host's time of a step goes")
+    parser.add_argument("--series", type=int, default=0, help="so many spans of one long decode of each size; 0: none")
+    parser.add_argument("--series-tokens", type=int, default=512, help="tokens of that decode")
     parser.add_argument("--attention", default="auto", help="the attention backend")
     parser.add_argument("--quantize", choices=tuple(QUANTISATIONS), help="e4m3 weights")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
@@ -83,13 +94,16 @@ def main() -> None:
     sizes = [int(size) for size in arguments.sizes.split(",")]
     device = resolve_device("auto")
     decoder = open_decoder(arguments.target, resolve_dtype("auto", device), device, shapes=True, quantize=arguments.quantize)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    longest = max(arguments.long, arguments.series_tokens if arguments.series else 0)
+    limit = min(max(4096, arguments.context + longest), decoder.config.max_position_embeddings)
+    reader = StateReader()
     for replay_steps in (int(k) for k in arguments.replay_steps.split(",")):
         config = RunnerConfig(
             max_num_requests=max(sizes),
             max_num_tokens=max(2048, max(sizes)),
-            max_model_len=4096,
-            num_blocks=max(sizes) * -(-(arguments.context + arguments.long) // 16) + 4096 // 16 + 1,
+            max_model_len=limit,
+            num_blocks=max(sizes) * -(-(arguments.context + longest) // 16) + -(-limit // 16) + 1,
             graphs="full_and_piecewise",
             capture_sizes=None if arguments.capture_all else tuple(sorted({*sizes, 512})),
             replay_steps=replay_steps,
@@ -116,13 +130,20 @@ def main() -> None:
             wanted = (engine, runner, decoder.config.vocab_size)
             profiles = [(f"B={size}", profile_host(*wanted, size, arguments.context, arguments.long)) for size in sizes]
             show(f"host us a plan of {replay_steps} steps", profiles)
+        for size in sizes if arguments.series else ():
+            prompts = draw(random.Random(size), size, arguments.context, decoder.config.vocab_size)
+            spans = decode_series(engine, prompts, arguments.series_tokens, arguments.series, reader)
+            print_series(f"{arguments.target} K={replay_steps} B={size}", spans)
+            rows += [{"target": arguments.target, "replay_steps": replay_steps, "requests": size, "series": asdict(span)} for span in spans]
+        if arguments.series and reader.why:
+            print(f"no readings of the device: {reader.why}")
         engine.executor.shutdown()
         del engine, runner
         gc.unfreeze()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    print_steps(rows)
+    print_steps([row for row in rows if "series" not in row])
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
 

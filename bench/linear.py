@@ -174,6 +174,8 @@ def drawn(case: Case, rows: int, limit: int) -> list[Tiles]:
 def compile_one(job: tuple[Case, int, Tiles]) -> str | None:
     """Compile what a call needs and keep it in the store; needs no GPU. Returns why it did not compile."""
     case, rows, tiles = job
+    if tiles.wide:
+        return None  # NVRTC takes half a second for one; the first call does it
     launcher = launches.VECTOR if tiles.block_m == 1 else launches.PRODUCT
     calls: list[Any] = []
     launcher.run = lambda grid, *values, **named: calls.append((values, named))
@@ -260,7 +262,7 @@ def shown(tiles: dict[str, Any] | None) -> str:
     if tiles is None:
         return ""
     text = (
-        f"pf {tiles['prefetch']} "
+        f"{'wide ' if tiles['wide'] else ''}pf {tiles['prefetch']} "
         + "x".join(str(tiles[name]) for name in ("block_m", "block_n", "block_k"))
         + f" w{tiles['num_warps']} s{tiles['num_stages']}"
     )

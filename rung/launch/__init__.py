@@ -1,11 +1,12 @@
 """Kernels without their compilers: load a cubin, pack its parameters once, launch it.
 
 `KernelImage` is a compiled kernel as bytes, `LoadedKernel` one on a device, `PreboundKernel` one with its arguments bound,
-`TritonLauncher` runs a Triton kernel of ours that way, and `PieceRuntime` a compiled piece (`Program`).
+`TritonLauncher` runs a kernel of ours that way, in Triton or a `CudaKernel`, and `PieceRuntime` a compiled piece (`Program`).
 Nothing here imports a compiler before something is compiled.
 """
 
 from rung.launch.choices import Chooser, FirstConfig, MeasuredChoices
+from rung.launch.cuda_source import CudaKernel, why_no_nvrtc
 from rung.launch.driver import CudaDriver, Driver, LaunchAttributes
 from rung.launch.image import KernelImage, Parameter, Scratch
 from rung.launch.kernel import LoadedKernel, PreboundKernel, torch_scratch
@@ -19,6 +20,7 @@ __all__ = [
     "Built",
     "Chooser",
     "CudaDriver",
+    "CudaKernel",
     "Driver",
     "FirstConfig",
     "KernelImage",
@@ -42,4 +44,5 @@ __all__ = [
     "run_source",
     "torch_scratch",
     "watched_launches",
+    "why_no_nvrtc",
 ]

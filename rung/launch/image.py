@@ -19,7 +19,7 @@ PROFILE_SCRATCH = "profile_scratch"
 # Bytes of a scalar parameter; every other kind is an address.
 SCALAR_BYTES = {
     "i1": 1, "u1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8,
-    "fp16": 2, "bf16": 2, "fp32": 4, "f32": 4, "fp64": 8,
+    "fp16": 2, "bf16": 2, "fp32": 4, "f32": 4, "fp64": 8, "tensormap": 128,
 }  # fmt: skip
 
 
@@ -27,7 +27,7 @@ SCALAR_BYTES = {
 class Parameter:
     """One parameter of a compiled kernel.
 
-    `kind` is a scalar ("i32", "fp32", ...), a pointer with what it points to ("*bf16"), or one of the two scratch areas."""
+    `kind` is a scalar ("i32", "fp32", ...), a "tensormap" (128 bytes by value), a pointer with what it points to ("*bf16"), or one of the two scratch areas."""
 
     name: str
     kind: str

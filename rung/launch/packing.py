@@ -12,7 +12,7 @@ from rung.launch.image import Parameter
 # `struct` codes; bf16 has none and travels as its upper 16 bits.
 _CODES = {
     "i1": "B", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
-    "fp16": "e", "bf16": "H", "fp32": "f", "f32": "f", "fp64": "d",
+    "fp16": "e", "bf16": "H", "fp32": "f", "f32": "f", "fp64": "d", "tensormap": "128s",
 }  # fmt: skip
 _ADDRESS = "Q"
 _TRUTHS = ("i1", "u1")

@@ -15,9 +15,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rung.launch.export import export_job
 from rung.launch.image import KernelImage
 from rung.launch.specialise import Specialisation, specialise
-from rung.launch.triton_export import export_job
 
 if TYPE_CHECKING:
     from rung.launch.triton_launcher import TritonLauncher

@@ -71,6 +71,8 @@ def _kind(parameter: TritonParameter, value: Any, address: Callable[[Any], int])
         return "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64", value
     if isinstance(value, float):
         return "fp32", None
+    if isinstance(value, bytes):
+        return "tensormap", None
     if hasattr(value, "data_ptr"):
         return kind_of_pointer(value.dtype), address(value)
     raise KernelArgumentError(

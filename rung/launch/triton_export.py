@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rung.errors import KernelExportError
 from rung.launch.image import GLOBAL_SCRATCH, PROFILE_SCRATCH, KernelImage, Parameter, Scratch
-from rung.launch.specialise import Specialisation
 from rung.torch_compat import compile_triton
 
 
@@ -48,12 +45,3 @@ def export_triton(
         global_scratch=Scratch(*compiled.global_scratch),
         profile_scratch=Scratch(*compiled.profile_scratch),
     )
-
-
-def export_job(module: str, name: str, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> tuple[bytes, float]:
-    """(the bytes of the image for a specialisation of the kernel `name` of `module`, seconds); a job of another process."""
-    start = time.perf_counter()
-    kernel = getattr(importlib.import_module(module), name)
-    kinds, constants, divisible = specialisation.kinds, specialisation.constants, specialisation.divisible_by_16
-    image = export_triton(kernel, kinds, constants, divisible_by_16=divisible, options=options, capability=capability)
-    return image.to_bytes(), time.perf_counter() - start

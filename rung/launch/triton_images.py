@@ -19,9 +19,10 @@ from typing import Any
 
 from rung.cache import Manifest, Store, key_of
 from rung.errors import ArtifactError, CacheError, CacheMissError, KernelExportError
+from rung.launch.cuda_source import CudaKernel
+from rung.launch.export import export_kernel
 from rung.launch.image import KernelImage
 from rung.launch.specialise import Specialisation
-from rung.launch.triton_export import export_triton
 from rung.torch_compat import TritonParameter, triton_parameters, triton_version
 
 _FORMAT = 2
@@ -49,7 +50,8 @@ class TritonImages:
         key = key_of(self._factors)
         if (found := self._read(lambda: self.store.get(_PARAMETERS, key))) is not None:
             return tuple(TritonParameter(**parameter) for parameter in found.data["parameters"])
-        parameters = triton_parameters(self.kernel())
+        kernel = self.kernel()
+        parameters = kernel.parameters if isinstance(kernel, CudaKernel) else triton_parameters(kernel)
         data = {"parameters": [asdict(parameter) for parameter in parameters]}
         manifest = Manifest(kind=_PARAMETERS, key=key, title=self.title, factors=self._factors, data=data)
         self._write(lambda: self.store.put(manifest))
@@ -93,14 +95,7 @@ class TritonImages:
     def _compile(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> KernelImage:
         factors = self._image_factors(specialisation, options, capability)
         start = time.perf_counter()
-        image = export_triton(
-            self.kernel(),
-            specialisation.kinds,
-            specialisation.constants,
-            divisible_by_16=specialisation.divisible_by_16,
-            options=options,
-            capability=capability,
-        )
+        image = export_kernel(self.kernel(), specialisation, options, capability)
         seconds = {"compile": time.perf_counter() - start}
         self._write(lambda: self._keep(key_of(factors), factors, image, seconds))
         return image
@@ -116,7 +111,7 @@ class TritonImages:
         }
 
     def kernel(self) -> Any:
-        """The `@triton.jit` function itself; imports Triton."""
+        """The `@triton.jit` function itself, whose module imports Triton, or the `CudaKernel`."""
         return getattr(importlib.import_module(self.module), self.name)
 
     def _stored(self, key: str) -> KernelImage | None:

@@ -9,7 +9,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from rung.cache import Store, open_store
-from rung.errors import KernelArgumentError, KernelExportError
+from rung.errors import BackendUnavailableError, KernelArgumentError, KernelExportError
+from rung.launch.cuda_source import CudaKernel
 from rung.launch.driver import CudaDriver, Driver, Launcher, why_no_cuda_bindings
 from rung.launch.grid import checked_grid
 from rung.launch.image import GLOBAL_SCRATCH, PROFILE_SCRATCH, KernelImage, Parameter
@@ -36,7 +37,7 @@ def launch_road() -> str:
 
 
 class TritonLauncher:
-    """One Triton kernel: `run(grid, *arguments, **constexprs_and_options)`, the grid always of three numbers.
+    """One Triton kernel (or a `CudaKernel`): `run(grid, *arguments, **constexprs_and_options)`, the grid always of three numbers.
 
     * Each specialisation has one image, compiled at the first call that needs it or taken from the store, and loaded once a device. Both
       may allocate and wait: whoever captures a call makes it once before.
@@ -102,6 +103,10 @@ class TritonLauncher:
 
     def _through_triton(self) -> Callable[..., None]:
         kernel = self.images.kernel()
+        if isinstance(kernel, CudaKernel):
+            raise BackendUnavailableError(
+                f"{self.name} is CUDA C++, which Triton cannot launch ({self.road})", hint="pip install cuda-bindings"
+            )
 
         def run(grid: tuple[int, int, int], *values: Any, **named: Any) -> None:
             watch = watched_launches.get()

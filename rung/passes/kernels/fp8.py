@@ -17,6 +17,7 @@ from rung.passes.kernels.fp8_launches import E4M3, Quantised, add_norm_quantise,
 from rung.passes.kernels.launches import Surroundings, Tiles
 from rung.passes.kernels.support import is_programmatic, rows_of, why_not_fp8
 from rung.passes.kernels.tiles import Dtypes, most_rows, tiles_for
+from rung.passes.kernels.wide import why_not_wide
 from rung.torch_compat import scaled_mm
 
 Scale = torch.Tensor | None
@@ -66,7 +67,7 @@ def why_not_linear(
 
 
 def describe_linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, *_: Any) -> str:
-    return "weights alone" if x_scale is None else _describe(weight, weight_scale, "")
+    return "weights alone" if x_scale is None else _describe(weight, weight_scale, None, "")
 
 
 def linear(
@@ -127,7 +128,7 @@ def why_not_block(x: torch.Tensor, *args: Any) -> str | None:
 def describe_quant_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, input_scale: Scale, bias: Scale, activation: str, group: int
 ) -> str:
-    return _describe(weight, weight_scale, activation)
+    return _describe(weight, weight_scale, bias, activation)
 
 
 def describe_norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, epsilon: float, *args: Any) -> str:
@@ -135,7 +136,7 @@ def describe_norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, epsilon: fl
 
 
 def describe_linear_norm_linear(x: torch.Tensor, *args: Any) -> str:
-    first, following = _describe(args[0], args[1], "", splittable=True), _describe(args[7], args[8], args[11])
+    first, following = _describe(args[0], args[1], args[3], "", splittable=True), _describe(args[7], args[8], *args[10:12])
     return f"{first}; {following}"
 
 
@@ -306,17 +307,19 @@ def _tiles(rows: int, weight: Weight, activation: str, *, splittable: bool = Fal
     n, k = weight.values.shape
     n //= 2 if activation else 1
     programmatic = is_programmatic(weight.values)
-    return tiles_for(rows, n, k, activation=activation, splittable=splittable, programmatic=programmatic, fp8=_dtypes(weight.scale))
+    tiles = tiles_for(rows, n, k, activation=activation, splittable=splittable, programmatic=programmatic, fp8=_dtypes(weight.scale))
+    return None if tiles is not None and tiles.wide and why_not_wide(weight.values, weight.values, weight.bias) else tiles
 
 
 def _dtypes(weight_scale: torch.Tensor) -> Dtypes:
     return Dtypes(weights=True, rows=True, squares=weight_scale.dim() == 2)
 
 
-def _describe(weight: torch.Tensor, weight_scale: torch.Tensor, activation: str, *, splittable: bool = False) -> str:
+def _describe(weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, activation: str, *, splittable: bool = False) -> str:
     """How many rows our kernels take for a weight, and who takes more."""
     n, k = weight.shape
-    most = most_rows(n // (2 if activation else 1), k, activation=activation, splittable=splittable, fp8=_dtypes(weight_scale))
+    wide = why_not_wide(weight, weight, bias) is None
+    most = most_rows(n // (2 if activation else 1), k, activation=activation, splittable=splittable, fp8=_dtypes(weight_scale), wide=wide)
     return f"{n}x{k} e4m3{' ' + activation if activation else ''} to {most} rows, then {_many(weight, weight_scale)}"
 
 

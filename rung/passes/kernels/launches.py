@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rung.launch import TritonLauncher
+from rung.passes.kernels.wide import wide_product
 
 _KERNELS = "rung.passes.kernels.product_kernels"  # named, not imported: it needs Triton, which a warm start does without
 PRODUCT = TritonLauncher(_KERNELS, "product_kernel")
@@ -27,6 +28,7 @@ class Tiles:
     splits: int = 1
     prefetch: int = -1  # elements of each weight row fetched before the predecessor has ended; -1: no programmatic launch
     swap: bool = False  # the weights are the left side: tiles of 64 of them and more then use the matrix units' wide instructions
+    wide: int = 0  # blocks of a cluster of the wide kernel, which has 128 rows a block; 0: the kernels of Triton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     the sums of each share of k, float32 [splits, rows, n], and nothing around."""
     rows, k = x.shape
     n = weight.shape[0] // (2 if around.activation else 1)
+    if tiles.wide and rows:
+        return wide_product(
+            x, weight, around.activation, around.x_scale, around.weight_scale,
+            blocks=tiles.wide, block_n=tiles.block_n, stages=tiles.num_stages, programmatic=tiles.prefetch >= 0,
+        )  # fmt: skip
     if tiles.splits > 1:
         out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=x.device)
     else:

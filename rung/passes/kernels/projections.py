@@ -15,6 +15,7 @@ from rung.passes.kernels import launches
 from rung.passes.kernels.launches import Surroundings
 from rung.passes.kernels.support import is_programmatic, rows_of, why_not_triton
 from rung.passes.kernels.tiles import most_rows, tiles_for
+from rung.passes.kernels.wide import why_not_wide
 
 
 def why_not(*args: Any) -> str | None:
@@ -32,12 +33,12 @@ def most_rows_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, invariant: bool = False
 ) -> int | None:
     n, k = weight.shape
-    return most_rows(n // (2 if activation else 1), k, activation=activation)
+    return most_rows(n // (2 if activation else 1), k, activation=activation, wide=why_not_wide(weight, weight, bias) is None)
 
 
 def describe_linear(*args: Any) -> str:
-    _, weight, _, activation, *_ = args
-    return describe(weight, activation)
+    _, weight, bias, activation, *_ = args
+    return describe(weight, bias, activation)
 
 
 def describe_product(*args: Any) -> str:
@@ -51,13 +52,14 @@ def describe_norm_linear(*args: Any) -> str:
 
 
 def describe_linear_norm_linear(*args: Any) -> str:
-    return f"{describe(args[1], '', splittable=True)}; {describe_linear(args[0], *args[6:])}"
+    return f"{describe(args[1], args[2], '', splittable=True)}; {describe_linear(args[0], *args[6:])}"
 
 
-def describe(weight: torch.Tensor, activation: str, *, splittable: bool = False) -> str:
+def describe(weight: torch.Tensor, bias: torch.Tensor | None, activation: str, *, splittable: bool = False) -> str:
     """How many rows our kernels take for a weight; cuBLAS takes more."""
     rows, k = weight.shape
-    most = most_rows(rows // (2 if activation else 1), k, activation=activation, splittable=splittable)
+    wide = why_not_wide(weight, weight, bias) is None
+    most = most_rows(rows // (2 if activation else 1), k, activation=activation, splittable=splittable, wide=wide)
     return f"{rows}x{k}{' ' + activation if activation else ''} to {most} rows"
 
 
@@ -109,7 +111,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, *, spl
     n = weight.shape[0] // (2 if around.activation else 1)
     programmatic = is_programmatic(x)
     tiles = tiles_for(rows, n, k, activation=around.activation, splittable=splittable, programmatic=programmatic)
-    if tiles is not None:
+    if tiles is not None and not (tiles.wide and why_not_wide(x, weight, around.bias)):
         return launches.product(x, weight, around, tiles)
     assert around.norm_weight is None, "one row always has tiles"
     assert around.residual is None, "one row always has tiles"

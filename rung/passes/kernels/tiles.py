@@ -41,6 +41,8 @@ _LARGE: _Table = (
     ("plain", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=6, prefetch=256, swap=True)),
     ("split", 64, Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=6, prefetch=0, splits=4)),
     ("gated", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256)),
+    ("gated", 128, Tiles(block_m=128, block_n=112, block_k=64, num_warps=9, num_stages=5, prefetch=0, wide=1)),
+    ("gated", 256, Tiles(block_m=128, block_n=112, block_k=64, num_warps=9, num_stages=5, prefetch=0, wide=2)),
 )
 _HEAD: _Table = (
     ("plain", 1, Tiles(block_m=1, block_n=4, block_k=2048, num_warps=8, num_stages=1, prefetch=-1)),
@@ -58,6 +60,8 @@ _LARGE_FP8: _Table = (
     ("split", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4)),
     ("split", 256, Tiles(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=6, prefetch=0)),
     ("gated", 64, Tiles(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=4, prefetch=256)),
+    ("gated", 128, Tiles(block_m=128, block_n=112, block_k=128, num_warps=9, num_stages=5, prefetch=0, wide=1)),
+    ("gated", 256, Tiles(block_m=128, block_n=112, block_k=128, num_warps=9, num_stages=5, prefetch=0, wide=2)),
 )
 
 
@@ -91,9 +95,9 @@ def row_cases(maximum: int) -> tuple[int, ...]:
     return tuple(sorted({end for end in ends if end < maximum} | {maximum}))
 
 
-def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16) -> int:
-    """The largest number of rows that has tiles."""
-    return max(most for most, _ in _fitting(n, k, activation, splittable, fp8))
+def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16, wide: bool = True) -> int:
+    """The largest number of rows that has tiles; `wide`: those of the wide kernel too."""
+    return max(most for most, tiles in _fitting(n, k, activation, splittable, fp8) if wide or not tiles.wide)
 
 
 def _for_fp8(tiles: Tiles) -> Tiles:
@@ -114,8 +118,8 @@ def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> 
     table = _SMALL if nbytes <= _SMALL_BYTES else _HEAD if n >= _MANY_COLUMNS and not activation else _LARGE
     if fp8.weights:
         large = table is _LARGE and fp8.rows
-        table = _LARGE_FP8 if large else tuple((kind, most, _for_fp8(tiles)) for kind, most, tiles in table)
+        table = _LARGE_FP8 if large else tuple((kind, most, _for_fp8(tiles)) for kind, most, tiles in table if not tiles.wide)
     if fp8.squares:
-        table = tuple((kind, most, _within_squares(tiles)) for kind, most, tiles in table)
+        table = tuple((kind, most, _within_squares(tiles)) for kind, most, tiles in table if not tiles.wide)
     kinds = ("gated",) if activation else ("split", "plain") if splittable else ("plain",)
     return next(found for kind in kinds if (found := [(most, tiles) for name, most, tiles in table if name == kind]))

@@ -1,0 +1,60 @@
+"""Launching the wide product: gated products of more rows than Triton's tiles are good for. Names the kernel, compiles nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from rung.launch import TritonLauncher, why_no_nvrtc
+from rung.launch.tensor_map import ALIGNMENT, tensor_map
+
+WIDE = TritonLauncher("rung.passes.kernels.wide_kernel", "wide_product_kernel")
+BLOCK_ROWS = 128
+_ROW_BYTES = 128  # of a step along k
+_WARPS = 9
+_MULTIPROCESSORS = 132  # where nothing is launched
+
+
+def why_not_wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """The reason against the kernel, or None. Reads nothing of the size of dimension 0 of x."""
+    if bias is not None:
+        return "it adds no bias"
+    if any(tensor.stride(0) * tensor.element_size() % ALIGNMENT for tensor in (x, weight)) or weight.shape[0] % 16:
+        return "rows are not aligned to 16 bytes"
+    if WIDE.road != "prebound":
+        return f"launches go through {WIDE.road}"
+    return why_no_nvrtc()
+
+
+def wide_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    activation: str,
+    x_scale: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    *,
+    blocks: int,
+    block_n: int,
+    stages: int,
+    programmatic: bool,
+) -> torch.Tensor:
+    """act(x @ gate.T) * (x @ up.T), bf16 [rows, n], of x [rows, k] and weight [2 * n, k], the gates first; both bf16, or e4m3 with x_scale
+    [rows, 1] and weight_scale [2 * n], float32. `blocks` of a cluster take 128 rows each and share the weights."""
+    rows, k = x.shape
+    n = weight.shape[0] // 2
+    out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
+    tiles = -(-rows // (BLOCK_ROWS * blocks)) * -(-n // block_n)
+    clusters = min(tiles, _multiprocessors(x.device) // blocks)
+    step = _ROW_BYTES // x.element_size()
+    WIDE.run(
+        (clusters, 1, 1),
+        tensor_map(x, BLOCK_ROWS), tensor_map(weight, block_n), out,
+        out if x_scale is None else x_scale, out if weight_scale is None else weight_scale,
+        rows, n, -(-k // step), 0 if x_scale is None else x_scale.stride(0), n,
+        BLOCK_N=block_n, BLOCKS=blocks, STAGES=stages, E4M3=x_scale is not None, ACTIVATION=activation,
+        num_warps=_WARPS, num_ctas=blocks, launch_pdl=programmatic,
+    )  # fmt: skip
+    return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _MULTIPROCESSORS

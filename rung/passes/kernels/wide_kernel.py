@@ -1,0 +1,225 @@
+"""A gated product of 65 to 256 rows, in CUDA C++ for compute capability 9.0: out = act(x @ gate.T) * (x @ up.T), bf16 or e4m3.
+
+Why not Triton: its tiles are powers of two. Twice 112 outputs a tile fill 97 % of two rounds of 132 multiprocessors for the 14336 outputs
+of the 8B shape, where twice 128 fill 85 %; and two blocks of a cluster, one for each half of the rows, take each weight from memory once
+(multicast). A block is two warpgroups, 64 rows each, that multiply (wgmma) what a ninth warp has the copy engine bring into a ring of
+stages. Blocks walk over tiles, so that the first stages of a tile are on their way during the end of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rung.launch.cuda_source import CudaKernel
+
+ROWS = 128  # of a block
+STAGES = 5
+_ROW_BYTES = 128  # of a stage, for each row of x and of the weights
+
+_TEXT = r"""
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+struct alignas(64) TensorMap { u64 words[16]; };
+
+constexpr int X_BYTES = 128 * 128, W_BYTES = 2 * N * 128, STAGE = X_BYTES + W_BYTES;
+
+__device__ u32 shared_address(const void* p) {
+  u32 a;
+  asm("{.reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t;}" : "=r"(a) : "l"(p));
+  return a;
+}
+__device__ void init(u32 barrier, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count)); }
+__device__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Not with .release.cluster: that is a fence of the whole device, and what is handed back here was only read.
+__device__ void arrive(u32 barrier, u32 block) {
+  asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}" ::"r"(barrier), "r"(block) : "memory");
+}
+__device__ void wait(u32 barrier, u32 parity) {
+  asm volatile("{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE:}" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ void load(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
+}
+__device__ void load_for_both(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "h"((u16)3) : "memory");
+}
+// A matrix of rows of 128 bytes, swizzled by 128 bytes: eight rows are 1024 bytes.
+__device__ u64 matrix(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+__device__ void cluster_wait() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ u32 bf16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ float rounded(float x) { return __uint_as_float(bf16x2(0.0f, x) & 0xFFFF0000u); }
+__device__ float gated(float gate, float up) {
+  gate = rounded(gate), up = rounded(up);
+#if GELU
+  const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+  return gate * (1.0f - __fdividef(1.0f, 1.0f + __expf(2.0f * inner))) * up;
+#else
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+#endif
+}
+MULTIPLY
+
+// x [rows, k]; weight [2 * n, k], the gates first; out [rows, n]; scales of e4m3: x_scale a row, x_stride apart, weight_scale an output.
+// n is a multiple of 8; steps: of STAGE bytes along k. Grid: clusters of BLOCKS blocks, any number.
+extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, u16* out, const float* x_scale,
+    const float* weight_scale, int rows, int n, int steps, int x_stride, int out_stride) {
+  extern __shared__ u8 raw[];
+  const u32 ring = (shared_address(raw) + 1023) & ~1023u, full = ring + STAGES * STAGE, empty = full + 8 * STAGES;
+  float* scales = (float*)(raw + (empty + 8 * STAGES - shared_address(raw)));  // [2][2 * N]: of this tile and of the one before
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x % BLOCKS;
+  const int row_tiles = (rows + 128 * BLOCKS - 1) / (128 * BLOCKS), tiles = row_tiles * ((n + N - 1) / N);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) init(full + 8 * s, 1), init(empty + 8 * s, 2 * BLOCKS);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (BLOCKS > 1) cluster_wait(); else __syncthreads();
+
+  int stage = 0, phase = 0;
+  if (warp == 8) {
+    if (lane == 0) {
+      bool waited = false;  // for the kernel before, which may still write x; weights are older
+      for (int tile = blockIdx.x / BLOCKS; tile < tiles; tile += gridDim.x / BLOCKS) {
+        const int row = (tile % row_tiles * BLOCKS + block) * 128, column = tile / row_tiles * N;
+        for (int step = 0; step < steps; step++) {
+          wait(empty + 8 * stage, phase ^ 1);
+          const u32 barrier = full + 8 * stage, x = ring + stage * STAGE, w = x + X_BYTES;
+          expect(barrier, STAGE);
+          if (BLOCKS > 1) {  // one brings the gates for both, the other what they gate
+            load_for_both(w + block * N * 128, &weight_map, barrier, step * K, column + block * n);
+          } else {
+            load(w, &weight_map, barrier, step * K, column);
+            load(w + N * 128, &weight_map, barrier, step * K, column + n);
+          }
+          if (waited) {
+            load(x, &x_map, barrier, step * K, row);
+          } else if (step == steps - 1 || step == STAGES - 1) {
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            waited = true;
+            for (int s = 0; s <= step; s++) load(ring + s * STAGE, &x_map, full + 8 * s, s * K, row);
+          }
+          if (++stage == STAGES) stage = 0, phase ^= 1;
+        }
+      }
+      if (!waited) asm volatile("griddepcontrol.wait;" ::: "memory");
+    }
+  } else {
+    const int group = warp / 4, quad = lane % 4;
+    int odd = 0;
+    if (E4M3) asm volatile("griddepcontrol.wait;" ::: "memory");  // x_scale is the predecessor's too
+    for (int tile = blockIdx.x / BLOCKS; tile < tiles; tile += gridDim.x / BLOCKS, odd ^= 1) {
+      const int row = (tile % row_tiles * BLOCKS + block) * 128 + group * 64 + warp % 4 * 16 + lane / 4, column = tile / row_tiles * N;
+      float row_scale[2] = {1.0f, 1.0f};
+      const float* mine = scales + odd * 2 * N;
+      if (E4M3) {
+        for (int i = threadIdx.x; i < 2 * N; i += 256) {
+          const int at = column + i % N;
+          scales[odd * 2 * N + i] = at < n ? weight_scale[at + i / N * n] : 0.0f;
+        }
+        for (int h = 0; h < 2; h++) row_scale[h] = row + 8 * h < rows ? x_scale[(u64)(row + 8 * h) * x_stride] : 0.0f;
+        asm volatile("bar.sync 1, 256;" ::: "memory");
+      }
+      float gate[N / 2], up[N / 2];
+      int before = -1;
+      for (int step = 0; step < steps; step++) {
+        wait(full + 8 * stage, phase);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        const u64 x = matrix(ring + stage * STAGE + group * 64 * 128), w = matrix(ring + stage * STAGE + X_BYTES);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // 32 bytes of each row at a time
+          multiply(gate, x + 2 * i, w + 2 * i, step | i);
+          multiply(up, x + 2 * i, w + N * 8 + 2 * i, step | i);
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        if (before >= 0) {
+          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+          if (threadIdx.x % 128 < BLOCKS) arrive(empty + 8 * before, threadIdx.x % 128);
+        }
+        before = stage;
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+      }
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      if (threadIdx.x % 128 < BLOCKS) arrive(empty + 8 * before, threadIdx.x % 128);
+      // A thread has two neighbouring outputs of every eight. Four threads exchange theirs, so that each stores eight.
+#pragma unroll
+      for (int first = 0; first < N / 8; first += 4) {
+        const int count = N / 8 - first < 4 ? N / 8 - first : 4;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          u32 a[4] = {0, 0, 0, 0};
+#pragma unroll
+          for (int t = 0; t < 4; t++) {
+            if (t < count) {
+              const int at = 4 * (first + t) + 2 * h, o = 8 * (first + t) + 2 * quad;
+              float g[2] = {gate[at], gate[at + 1]}, u[2] = {up[at], up[at + 1]};
+              if (E4M3) for (int i = 0; i < 2; i++) g[i] *= row_scale[h] * mine[o + i], u[i] *= row_scale[h] * mine[N + o + i];
+              a[t] = bf16x2(gated(g[0], u[0]), gated(g[1], u[1]));
+            }
+          }
+          const bool second = quad & 1, high = quad & 2;
+          const u32 p = __shfl_xor_sync(~0u, second ? a[0] : a[1], 1), q = __shfl_xor_sync(~0u, second ? a[2] : a[3], 1);
+          if (second) a[0] = p, a[2] = q; else a[1] = p, a[3] = q;
+          const u32 r = __shfl_xor_sync(~0u, high ? a[0] : a[2], 2), s = __shfl_xor_sync(~0u, high ? a[1] : a[3], 2);
+          if (high) a[0] = r, a[1] = s; else a[2] = r, a[3] = s;
+          const int at = column + 8 * (first + quad);
+          if (quad < count && at < n && row + 8 * h < rows) *(uint4*)(out + (u64)(row + 8 * h) * out_stride + at) = uint4{a[0], a[1], a[2], a[3]};
+        }
+      }
+    }
+  }
+  if (BLOCKS > 1) cluster_wait();  // a neighbour may still send into this block
+}
+"""
+
+
+def _multiply(outputs: int, e4m3: bool) -> str:
+    """d [64, outputs] += x * w, or = where `add` is 0, of 32 bytes of each row."""
+    count = outputs // 2  # registers of a thread
+    registers = ", ".join(f"%{i}" for i in range(count))
+    kinds, k, tail = ("f32.e4m3.e4m3", 32, "1, 1") if e4m3 else ("f32.bf16.bf16", 16, "1, 1, 0, 0")
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{outputs}k{k}.{kinds} {{{registers}}}, %{count}, %{count + 1}, p, {tail};"
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return (
+        f"__device__ void multiply(float (&d)[{count}], u64 x, u64 w, int add) {{\n"
+        f'  asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; {instruction}}}" : {operands} : "l"(x), "l"(w), "r"(add));\n}}'
+    )
+
+
+def _source(constants: Mapping[str, Any]) -> str:
+    outputs, e4m3 = constants["BLOCK_N"], constants["E4M3"]
+    defined = {
+        "N": outputs,
+        "K": _ROW_BYTES // (1 if e4m3 else 2),
+        "BLOCKS": constants["BLOCKS"],
+        "STAGES": constants["STAGES"],
+        "E4M3": int(e4m3),
+        "GELU": int(constants["ACTIVATION"] == "gelu"),
+    }
+    return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + _TEXT.replace("MULTIPLY", _multiply(outputs, e4m3))
+
+
+def _shared_bytes(constants: Mapping[str, Any]) -> int:
+    """The ring aligned to 1024, two barriers a stage, and the scales of two tiles."""
+    outputs, stages = int(constants["BLOCK_N"]), int(constants["STAGES"])
+    return 1024 + stages * (_ROW_BYTES * (ROWS + 2 * outputs) + 16) + 4 * 4 * outputs
+
+
+wide_product_kernel = CudaKernel(
+    name="wide_product_kernel",
+    arguments=("x_map", "weight_map", "out", "x_scale", "weight_scale", "rows", "n", "steps", "x_stride", "out_stride"),
+    constants=("BLOCK_N", "BLOCKS", "STAGES", "E4M3", "ACTIVATION"),
+    source=_source,
+    shared_bytes=_shared_bytes,
+)

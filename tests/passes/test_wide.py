@@ -1,0 +1,110 @@
+"""The wide product without a device: what it takes, which image a launch wants, and that NVRTC compiles it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rung.cache import Store
+from rung.errors import BackendUnavailableError, KernelExportError
+from rung.launch import KernelImage, TritonLauncher, rehearse_launches, why_no_nvrtc
+from rung.launch.cuda_source import CudaKernel, export_cuda
+from rung.launch.specialise import Specialisation
+from rung.passes.kernels import wide
+from rung.passes.kernels.tiles import Dtypes, tiles_for
+from rung.passes.kernels.wide import why_not_wide, wide_product
+from rung.passes.kernels.wide_kernel import wide_product_kernel
+
+E4M3 = torch.float8_e4m3fn
+needs_nvrtc = pytest.mark.skipif(why_no_nvrtc() is not None, reason=why_no_nvrtc() or "")
+
+
+@pytest.fixture
+def prebound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(wide.WIDE.__dict__, "road", "prebound")
+    monkeypatch.setattr(wide, "why_no_nvrtc", lambda: None)
+
+
+def constants(**other: Any) -> dict[str, Any]:
+    return {"BLOCK_N": 112, "BLOCKS": 2, "STAGES": 5, "E4M3": False, "ACTIVATION": "silu", **other}
+
+
+def specialisation(**other: Any) -> Specialisation:
+    kinds = dict.fromkeys(wide_product_kernel.arguments, "i32")
+    kinds |= {"x_map": "tensormap", "weight_map": "tensormap", "out": "*bf16", "x_scale": "*fp32", "weight_scale": "*fp32"}
+    return Specialisation(kinds, constants(**other), ())
+
+
+@pytest.mark.usefixtures("prebound")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
+def test_what_it_takes(dtype: torch.dtype) -> None:
+    x, weight = torch.empty(200, 64, dtype=dtype), torch.empty(32, 64, dtype=dtype)
+    assert why_not_wide(x, weight, None) is None
+    assert why_not_wide(x, weight, torch.empty(32)) == "it adds no bias"
+    assert why_not_wide(torch.empty(200, 65, dtype=dtype)[:, :64], weight, None) == "rows are not aligned to 16 bytes"
+    assert why_not_wide(x, torch.empty(24, 64, dtype=dtype), None) == "rows are not aligned to 16 bytes"  # of the output
+
+
+def test_without_prebound_launches_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(wide.WIDE.__dict__, "road", "triton: its interpreter is on")
+    assert why_not_wide(torch.empty(8, 64), torch.empty(32, 64), None) == "launches go through triton: its interpreter is on"
+
+
+def test_triton_cannot_launch_it(tmp_path: Path) -> None:
+    launcher = TritonLauncher(wide.WIDE.module, wide.WIDE.name, store=Store(tmp_path), road="triton: no cuda-bindings")
+    with pytest.raises(BackendUnavailableError, match=r"CUDA C\+\+, which Triton cannot launch"):
+        launcher.run((1, 1, 1), bytes(128), bytes(128), torch.empty(8), *[0] * 7, **constants())
+
+
+def test_a_launch_wants_one_image_for_all_rows_and_weights() -> None:
+    with rehearse_launches(90) as rehearsal:
+        for rows, n in ((129, 112), (256, 1000)):
+            x, weight = torch.empty(rows, 64, dtype=torch.bfloat16), torch.empty(2 * n, 64, dtype=torch.bfloat16)
+            out = wide_product(x, weight, "silu", None, None, blocks=2, block_n=112, stages=5, programmatic=True)
+            assert out.shape == (rows, n)
+        x = torch.empty(256, 64, dtype=E4M3)
+        wide_product(x, weight.to(E4M3), "silu", x.float(), x.float(), blocks=2, block_n=112, stages=5, programmatic=True)
+    assert (rehearsal.launches, len(rehearsal.wanted)) == (3, 2)
+    (_, found, options), (_, e4m3, _) = rehearsal.wanted.values()
+    assert found.kinds["x_map"] == found.kinds["weight_map"] == "tensormap"
+    assert (found.constants["E4M3"], e4m3.constants["E4M3"]) == (False, True)
+    assert (options["num_warps"], options["num_ctas"], options["launch_pdl"]) == (9, 2, True)
+
+
+@pytest.mark.parametrize("fp8", [Dtypes(), Dtypes(True, True)])
+def test_tiles_of_the_8b_shape_fill_two_rounds(fp8: Dtypes) -> None:
+    for rows, blocks in ((65, 1), (128, 1), (129, 2), (256, 2)):
+        tiles = tiles_for(rows, 14336, 4096, activation="silu", fp8=fp8)
+        assert tiles is not None
+        assert tiles.wide == blocks
+        rounds = 14336 / tiles.block_n * blocks / 132
+        assert rounds / -(-rounds // 1) > 0.96
+    assert tiles_for(257, 14336, 4096, activation="silu", fp8=fp8) is None
+    for other in (Dtypes(weights=True), Dtypes(True, True, squares=True)):  # converted weights; scales of squares
+        assert all(
+            tiles is None or not tiles.wide for tiles in (tiles_for(r, 14336, 4096, activation="silu", fp8=other) for r in (65, 256))
+        )
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(("e4m3", "activation"), [(False, "silu"), (True, "silu"), (False, "gelu")])
+def test_nvrtc_compiles_it_without_a_device(blocks: int, e4m3: bool, activation: str) -> None:
+    options = {"num_warps": 9, "num_ctas": blocks, "launch_pdl": True}
+    image = export_cuda(wide_product_kernel, specialisation(BLOCKS=blocks, E4M3=e4m3, ACTIVATION=activation), options, 90)
+    assert KernelImage.from_bytes(image.to_bytes()) == image
+    assert image.cubin[:4] == b"\x7fELF"
+    assert b"wide_product_kernel" in image.cubin
+    assert image.shared_bytes <= 227 * 1024  # of a block on 9.0
+    assert (image.cluster, image.num_warps, image.programmatic) == ((blocks, 1, 1), 9, True)
+    assert [parameter.size for parameter in image.parameters] == [128, 128, 8, 8, 8, 4, 4, 4, 4, 4]
+
+
+@needs_nvrtc
+def test_what_does_not_compile_says_why() -> None:
+    broken = CudaKernel(name="broken", arguments=(), constants=(), source=lambda _: "nonsense;", shared_bytes=lambda _: 0)
+    with pytest.raises(KernelExportError, match=r"broken does not compile: [\s\S]*nonsense"):
+        export_cuda(broken, Specialisation({}, {}, ()), {"num_warps": 1, "num_ctas": 1, "launch_pdl": False}, 90)

@@ -19,7 +19,8 @@ PROFILE_SCRATCH = "profile_scratch"
 # Bytes of a scalar parameter; every other kind is an address.
 SCALAR_BYTES = {
     "i1": 1, "u1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8,
-    "fp16": 2, "bf16": 2, "fp32": 4, "f32": 4, "fp64": 8, "tensormap": 128,
+    "fp16": 2, "bf16": 2, "fp32": 4, "f32": 4, "fp64": 8,
+    "tensormap": 128,
 }  # fmt: skip
 
 

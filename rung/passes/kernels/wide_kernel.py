@@ -37,16 +37,20 @@ __device__ void expect(u32 barrier, u32 bytes) {
 }
 // Not with .release.cluster: that is a fence of the whole device, and what is handed back here was only read.
 __device__ void arrive(u32 barrier, u32 block) {
-  asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}" ::"r"(barrier), "r"(block) : "memory");
+  asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
+               ::"r"(barrier), "r"(block) : "memory");
 }
 __device__ void wait(u32 barrier, u32 parity) {
-  asm volatile("{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE:}" ::"r"(barrier), "r"(parity) : "memory");
+  asm volatile("{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE:}"
+               ::"r"(barrier), "r"(parity) : "memory");
 }
+#define LOAD "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
 __device__ void load(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
+  asm volatile(LOAD " [%0], [%1, {%3, %4}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
 }
 __device__ void load_for_both(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "h"((u16)3) : "memory");
+  asm volatile(LOAD ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
+               ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "h"((u16)3) : "memory");
 }
 // A matrix of rows of 128 bytes, swizzled by 128 bytes: eight rows are 1024 bytes.
 __device__ u64 matrix(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
@@ -173,8 +177,8 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
           if (second) a[0] = p, a[2] = q; else a[1] = p, a[3] = q;
           const u32 r = __shfl_xor_sync(~0u, high ? a[0] : a[2], 2), s = __shfl_xor_sync(~0u, high ? a[1] : a[3], 2);
           if (high) a[0] = r, a[1] = s; else a[2] = r, a[3] = s;
-          const int at = column + 8 * (first + quad);
-          if (quad < count && at < n && row + 8 * h < rows) *(uint4*)(out + (u64)(row + 8 * h) * out_stride + at) = uint4{a[0], a[1], a[2], a[3]};
+          const int at = column + 8 * (first + quad), to = row + 8 * h;
+          if (quad < count && at < n && to < rows) *(uint4*)(out + (u64)to * out_stride + at) = uint4{a[0], a[1], a[2], a[3]};
         }
       }
     }

@@ -28,7 +28,8 @@ SCALAR_BYTES = {
 class Parameter:
     """One parameter of a compiled kernel.
 
-    `kind` is a scalar ("i32", "fp32", ...), a "tensormap" (128 bytes by value), a pointer with what it points to ("*bf16"), or one of the two scratch areas."""
+    `kind` is a scalar ("i32", "fp32", ...), a "tensormap" (128 bytes by value), a pointer with what it points to ("*bf16"),
+    or one of the two scratch areas."""
 
     name: str
     kind: str

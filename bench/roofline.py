@@ -1,94 +1,76 @@
-"""Where the device time of a decode step goes: each kind of kernel beside its floor, gaps between kernels, ramps and tails. Needs a GPU.
+"""Where the device time of a decode step goes: each kind of kernel beside its floor, and the gaps between kernels. Needs a GPU.
 
-    python -m bench.roofline --targets llama-8b,smollm2-135m --sizes 1,8,64,256 --out roofline.json
+    python -m bench.roofline --targets llama-8b --sizes 1,8,64,256 --out roofline.json
+    python -m bench.roofline --targets llama-8b --sizes 1,256 --quantize fp8 --kv-cache-dtype fp8
 
-The floor of a kernel is its bytes at 4.2 TB/s or its operations at 790 TFLOP/s, whichever takes longer. Kernels are read from the
-profiler over replays of the full decode graph. `span` goes from the first kernel of a step to its last, `gaps` is the time in it without
-any kernel, and what kernels take beyond their floor is ramps and tails.
+The floor of a kernel is its bytes at 4.2 TB/s or its operations at 790 TFLOP/s (1580 for e4m3), whichever takes longer. Kernels are read
+from the profiler over full decode graphs, two steps in flight as the engine runs them. A kernel that is launched programmatically starts
+while its predecessor runs and waits for it: `own` is its whole time, `excl` what lies behind the end of every earlier kernel. The span of
+a step, from its first kernel to the end of its last, is the sum of `excl` and the gaps; `over` is `excl` without the floor: ramps, tails,
+and whatever could be better. One engine for all sizes of a target.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import faulthandler
+import gc
 import json
-import re
-import statistics
+import time
 import traceback
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.device_trace import Kernel, kernels_of
+from bench.steady import decoding
+from bench.step_kernels import StepShares, medians, split_steps
+from bench.step_kernels import kinds as kinds_of
 from rung.cli.assembly import open_decoder
-from rung.models import SHAPES, LlamaConfig
+from rung.cli.options import QUANTISATIONS
+from rung.models import LlamaConfig
+from rung.runner import Engine, RunnerConfig, build_engine
 
 BYTES_A_SECOND, OPERATIONS_A_SECOND = 4.2e12, 790e12
-STEPS = 10
-PRODUCTS = ("qkv", "o", "gate_up", "down")
-
-_KINDS = (  # the first that a name matches; order matters
-    ("rope + cache write", r"rope|rotary|rotat|write|reshape_and_cache|_cat_|_cos|_sin"),
-    ("combine", r"combine|reduce_splits|merge"),
-    ("attention", r"flash|attention|paged|fmha|FlashAttn|attn"),
-    ("sampling", r"sample|pick|argmax|filter_kernel"),
-    ("input building", r"decode_inputs|positions|slot_mapping|prefill_ids|last_sampled|gather_block|embedding"),
-    ("split reduction", r"splitKreduce|split_reduce"),
-    ("product", r"nvjet|gemm|gemv|cutlass|xmma|linear|matmul|_mm|cublas"),
-    ("activation", r"silu|sigmoid|swiglu"),
-    ("norm", r"rsqrt|norm"),
-    ("copy or fill", r"Memcpy|Memset|copy|fill|zero"),
-)
+STEPS, WARM, TIMED = 12, 4, 40
+_NOT_OF_A_LAYER = ("head", "sampling", "input building")
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    name: str
-    start_us: float
-    us: float
+class Clock:
+    """Says what each part took, as it goes, and where the process is when a part takes too long."""
 
-    @property
-    def end_us(self) -> float:
-        return self.start_us + self.us
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._last = time.perf_counter()
 
-
-def kind_of(name: str) -> str:
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
-
-
-def kinds(names: Sequence[str], layers: int) -> list[str]:
-    """The kind of each kernel of a step, in the order of their starts. Products get their place in the layer where their number says it."""
-    found = [kind_of(name) for name in names]
-    products = [at for at, kind in enumerate(found) if kind == "product"]
-    if len(products) == len(PRODUCTS) * layers + 1:
-        for number, at in enumerate(products):
-            found[at] = PRODUCTS[number % len(PRODUCTS)] if number < len(PRODUCTS) * layers else "head"
-        for at, kind in enumerate(found):
-            if kind == "split reduction":  # it belongs to the product before
-                found[at] = next((one for one in reversed(found[:at]) if one in (*PRODUCTS, "head")), kind)
-    return found
+    def lap(self, what: str) -> None:
+        now = time.perf_counter()
+        print(f"  [{what} {now - self._last:.2f} s]", flush=True)
+        self._last = now
+        faulthandler.dump_traceback_later(self._patience)  # the next part's
 
 
-def floors(config: LlamaConfig, batch: int, context: int, element: int = 2) -> dict[str, tuple[float, float]]:
-    """(bytes, operations) of a whole step, by kind."""
+def floors(config: LlamaConfig, batch: int, context: float, weight: int = 2, cache: int = 2) -> dict[str, tuple[float, float]]:
+    """(bytes, seconds' worth of operations) of a whole step by kind; `weight` and `cache` are the bytes of an element of the layers'
+    weights and of the KV cache."""
     hidden, layers, inner = config.hidden_size, config.num_layers, config.intermediate_size
     query, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    element = 2  # of activations, and of the head
 
-    def product(rows: int, columns: int, times: int = 1) -> tuple[float, float]:
-        weights = rows * columns
-        return times * element * (weights + batch * (rows + columns)), times * 2.0 * batch * weights
+    def product(rows: int, columns: int, times: int, size: int) -> tuple[float, float]:
+        moved = size * rows * columns + element * batch * (rows + columns)
+        return times * float(moved), times * 2.0 * batch * rows * columns / (OPERATIONS_A_SECOND * 2 / size)
 
-    cached = batch * context * 2 * keys * element
+    cached = batch * context * 2 * keys * cache
     return {
-        "qkv": product(hidden, query + 2 * keys, layers),
-        "o": product(query, hidden, layers),
-        "gate_up": product(hidden, 2 * inner, layers),
-        "down": product(inner, hidden, layers),
-        "head": product(hidden, config.vocab_size),
-        "attention": (layers * (cached + 2 * batch * query * element), layers * 4.0 * batch * context * query),
+        "qkv": product(hidden, query + 2 * keys, layers, weight),
+        "o": product(query, hidden, layers, weight),
+        "gate_up": product(hidden, 2 * inner, layers, weight),
+        "down": product(inner, hidden, layers, weight),
+        "head": product(hidden, config.vocab_size, 1, element),
+        "attention": (layers * (cached + 2 * batch * query * element), layers * 4.0 * batch * context * query / OPERATIONS_A_SECOND),
         "rope + cache write": (layers * batch * (query + 2 * keys) * element * 2.0, 0.0),
         "activation": (layers * batch * 3.0 * inner * element, 0.0),
         "norm": ((2 * layers + 1) * batch * 4.0 * hidden * element, 0.0),
@@ -97,113 +79,111 @@ def floors(config: LlamaConfig, batch: int, context: int, element: int = 2) -> d
 
 
 def floor_us(work: tuple[float, float]) -> float:
-    return 1e6 * max(work[0] / BYTES_A_SECOND, work[1] / OPERATIONS_A_SECOND)
+    return 1e6 * max(work[0] / BYTES_A_SECOND, work[1])
 
 
-def split_steps(kernels: Sequence[Kernel], steps: int) -> list[list[Kernel]]:
-    """The kernels of each step that has the usual ones; the host waits between steps, so the longest gaps are those."""
-    ordered = sorted(kernels, key=lambda one: one.start_us)
-    between = sorted(range(1, len(ordered)), key=lambda at: ordered[at - 1].end_us - ordered[at].start_us)[: steps - 1]
-    bounds = [0, *sorted(between), len(ordered)]
-    found = [ordered[first:last] for first, last in itertools.pairwise(bounds)]
-    usual = Counter(tuple(one.name for one in step) for step in found).most_common(1)[0][0]
-    return [step for step in found if tuple(one.name for one in step) == usual]
-
-
-def gaps_us(step: Sequence[Kernel]) -> list[float]:
-    """Time without a kernel before each kernel but the first; 0 where they overlap."""
-    found, end = [], step[0].end_us
-    for one in step[1:]:
-        found.append(max(0.0, one.start_us - end))
-        end = max(end, one.end_us)
-    return found
-
-
-def table(config: LlamaConfig, batch: int, context: int, steps: Sequence[Sequence[Kernel]]) -> dict[str, Any]:
-    """Medians over steps."""
-    names = [one.name for one in steps[0]]
-    of = kinds(names, config.num_layers)
-    us = [statistics.median(step[at].us for step in steps) for at in range(len(names))]
-    gaps = [gaps_us(step) for step in steps]
-    work = floors(config, batch, context)
+def table(layers: int, of: StepShares, work: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """A row for each kind, and the sums, in us."""
+    kinds = kinds_of(of.names, layers)
     rows = []
-    for kind in dict.fromkeys(of):
-        mine = [at for at, one in enumerate(of) if one == kind]
+    for kind in dict.fromkeys(kinds):
+        mine = [at for at, one in enumerate(kinds) if one == kind]
         floor = floor_us(work[kind]) if kind in work else 0.0
-        measured = sum(us[at] for at in mine)
-        examples = dict.fromkeys(names[at][:80] for at in mine)
+        exclusive = sum(of.kernels[at].exclusive for at in mine)
         rows.append(
             {
                 "kind": kind,
                 "kernels": len(mine),
                 "bytes": work.get(kind, (0.0, 0.0))[0],
                 "floor_us": floor,
-                "us": measured,
-                "over_us": measured - floor,
-                "each_us": measured / len(mine),
-                "names": list(examples)[:4],
+                "own_us": sum(of.kernels[at].own for at in mine),
+                "exclusive_us": exclusive,
+                "over_us": exclusive - floor,
+                "names": list(dict.fromkeys(of.names[at] for at in mine)),
             }
         )
-    missing = [kind for kind in work if kind not in of]
-    total = sum(us)
     floor = sum(floor_us(one) for one in work.values())
-    gap = statistics.median(sum(one) for one in gaps)
+    exclusive = sum(one.exclusive for one in of.kernels)
     return {
-        "batch": batch,
-        "context": context,
-        "rows": sorted(rows, key=lambda row: -float(row["us"])),
-        "without a kernel of their own": {kind: floor_us(work[kind]) for kind in missing},
-        "kernels": len(names),
-        "kernels_a_layer": (len(names) - sum(kind in ("head", "sampling", "input building") for kind in of)) / config.num_layers,
+        "rows": sorted(rows, key=lambda row: -float(row["exclusive_us"])),
+        "inside other kernels": {kind: floor_us(one) for kind, one in work.items() if kind not in kinds},
+        "kernels": len(of.names),
+        "kernels_a_layer": sum(kind not in _NOT_OF_A_LAYER for kind in kinds) / layers,
         "floor_us": floor,
-        "kernels_us": total,
-        "gaps_us": gap,
-        "gap_each_us": gap / max(1, len(names) - 1),
-        "ramps_and_tails_us": total - floor,
-        "span_us": statistics.median(step[-1].end_us - step[0].start_us for step in steps),
+        "exclusive_us": exclusive,
+        "over_us": exclusive - floor,
+        "gaps_us": sum(one.gap for one in of.kernels),
+        "span_us": of.span,
+        "between_us": of.between,
     }
 
 
-def record(target: str, batch: int, context: int) -> list[list[Kernel]]:
-    """The kernels of some replays of the full decode graph."""
-    from torch.profiler import DeviceType, ProfilerActivity, profile
+def record(engine: Engine, batch: int, context: int, vocab: int) -> tuple[list[list[Kernel]], float, float]:
+    """The kernels of some steps, ms a step without a profiler, and the tokens behind a request meanwhile."""
+    with decoding(engine, batch, context, WARM + TIMED + STEPS + 8, vocab) as steady:
+        for _ in range(WARM):
+            steady.step()
+        stamps = [time.perf_counter()]
+        for _ in range(TIMED):
+            steady.step()
+            stamps.append(time.perf_counter())
 
-    from rung.cli.bench_decoder import DecoderBench
+        def steps() -> None:
+            for _ in range(STEPS):
+                steady.step()
 
-    decoder = open_decoder(target, torch.bfloat16, torch.device("cuda"), shapes=True)
-    bench = DecoderBench(decoder, (batch,), ("full",), context=context, repeats=STEPS, sets=1, max_model_len=None)
-    one = next(bench.input_sets(batch))["full"]
-    for _ in range(3):
-        one.start()()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(STEPS):
-            one.start()()
-            torch.cuda.synchronize()
-    kernels = [
-        Kernel(event.name, float(event.time_range.start), float(event.time_range.elapsed_us()))
-        for event in recorded.events() or []
-        if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
-    ]
-    return split_steps(kernels, STEPS)
+        kernels = kernels_of(steps)
+        behind = steady.context() - STEPS / 2
+    return split_steps(kernels), (stamps[-1] - stamps[0]) / TIMED * 1e3, behind
 
 
-def show(target: str, found: dict[str, Any]) -> str:
+def show(found: dict[str, Any]) -> str:
+    """At most 16 lines of at most 120 characters."""
+    between = "-" if found["between_us"] is None else f"{found['between_us']:.1f}"
     lines = [
-        f"{target} B={found['batch']} at {found['context']}: span {found['span_us']:.0f} us = kernels {found['kernels_us']:.0f} "
-        f"(floor {found['floor_us']:.0f}, ramps and tails {found['ramps_and_tails_us']:.0f}) + gaps {found['gaps_us']:.0f} "
-        f"({found['gap_each_us']:.2f} each); {found['kernels']} kernels, {found['kernels_a_layer']:.2f} a layer",
-        f"{'kind':20} {'kernels':>7} {'MB':>8} {'floor':>8} {'us':>8} {'over':>8} {'each':>7}",
+        f"{found['target']} B={found['batch']} at {found['context']:.0f}: span {found['span_us']:.0f} us = floor {found['floor_us']:.0f} "
+        f"+ over {found['over_us']:.0f} + gaps {found['gaps_us']:.0f}; between steps {between}; "
+        f"{found['step_ms']:.3f} ms a step unprofiled",
+        f"{found['kernels']} kernels, {found['kernels_a_layer']:.2f} a layer; {found['steps']} steps",
+        f"{'kind':18} {'n':>4} {'MB':>8} {'floor':>7} {'own':>7} {'excl':>7} {'over':>7} {'each':>6}",
     ]
-    lines += [
-        f"{row['kind']:20} {row['kernels']:7} {row['bytes'] / 1e6:8.1f} {row['floor_us']:8.1f} {row['us']:8.1f} {row['over_us']:8.1f} "
-        f"{row['each_us']:7.2f}  {row['names'][0][:60]}"
-        for row in found["rows"]
-    ]
-    if found["without a kernel of their own"]:
-        rest = found["without a kernel of their own"].items()
-        lines.append("in other kernels, floor us: " + ", ".join(f"{kind} {floor:.1f}" for kind, floor in rest))
+    for row in found["rows"]:
+        each = row["exclusive_us"] / row["kernels"]
+        lines.append(
+            f"{row['kind']:18} {row['kernels']:4} {row['bytes'] / 1e6:8.1f} {row['floor_us']:7.1f} {row['own_us']:7.1f} "
+            f"{row['exclusive_us']:7.1f} {row['over_us']:7.1f} {each:6.2f} {_short(row['names'])}"
+        )
+    if inside := found["inside other kernels"]:
+        lines.append("inside other kernels, floor: " + ", ".join(f"{kind} {floor:.1f}" for kind, floor in inside.items()))
     return "\n".join(lines)
+
+
+def _short(names: Sequence[str], width: int = 46) -> str:
+    """What tells the names apart, without a kernel's arguments and namespaces."""
+    bare = [name.removeprefix("void ").split("(")[0].split("<")[0].rpartition("::")[2] or name for name in names]
+    return ", ".join(dict.fromkeys(one.removesuffix("_kernel") for one in bare))[:width]
+
+
+def build(target: str, sizes: Sequence[int], options: argparse.Namespace) -> tuple[Engine, LlamaConfig]:
+    """An engine with a full decode graph for each size and nothing else."""
+    decoder = open_decoder(target, torch.bfloat16, torch.device("cuda"), shapes=True, quantize=options.quantize)
+    prefills = -(-max(sizes) * options.context // 2048)
+    tokens = options.context + WARM + TIMED + STEPS + prefills + 64
+    config = RunnerConfig(
+        max_num_requests=max(sizes),
+        max_num_tokens=max(2048, max(sizes)),
+        max_model_len=max(2048, tokens),
+        num_blocks=max(sizes) * -(-tokens // 16) + -(-max(2048, tokens) // 16) + 1,
+        graphs="full_decode_only",
+        capture_sizes=tuple(sorted(sizes)),
+        prefix_cache=False,
+        attention_backend=options.attention,
+        kv_cache_dtype=options.kv_cache_dtype,
+        freeze_heap=True,
+    )
+    engine, _, start = build_engine(decoder.module, config)
+    print(f"{target}: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in start.seconds.items()) + f"; {start.attention}")
+    return engine, decoder.config
 
 
 def main() -> None:
@@ -211,21 +191,49 @@ def main() -> None:
     parser.add_argument("--targets", default="llama-8b,smollm2-135m")
     parser.add_argument("--sizes", default="1,8,64,256")
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--attention", default="auto", help="the attention backend")
+    parser.add_argument("--quantize", choices=tuple(QUANTISATIONS), help="e4m3 weights")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--patience", type=float, default=60, help="seconds after which a part that still runs prints its traceback")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = []
+    sizes = [int(one) for one in options.sizes.split(",")]
+    clock = Clock(options.patience)
+    found: list[dict[str, Any]] = []
     for target in options.targets.split(","):
-        for size in (int(one) for one in options.sizes.split(",")):
+        try:
+            engine, config = build(target, sizes, options)
+            clock.lap("engine")
+            kernels_of(lambda: torch.zeros(1, device="cuda"))  # its first start takes seconds
+            clock.lap("profiler")
+        except Exception:
+            traceback.print_exc()
+            continue
+        for size in sizes:
             try:
-                one = table(SHAPES[target], size, options.context, record(target, size, options.context))
+                found.append(one_size(engine, config, target, size, options))
             except Exception:
                 traceback.print_exc()
                 continue
-            found.append({"target": target, **one})
-            print(show(target, one) + "\n", flush=True)
+            print(show(found[-1]), flush=True)
+            clock.lap(f"B={size}")
             if options.out is not None:
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
-            torch.cuda.empty_cache()
+        engine.executor.shutdown()
+        del engine
+        gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def one_size(engine: Engine, config: LlamaConfig, target: str, size: int, options: argparse.Namespace) -> dict[str, Any]:
+    steps, step_ms, behind = record(engine, size, options.context, config.vocab_size)
+    if not steps:
+        raise RuntimeError(f"the profiler saw no decode graph at {size} requests")
+    weight, cache = 1 if options.quantize else 2, 1 if options.kv_cache_dtype == "fp8" else 2
+    one = table(config.num_layers, medians(steps), floors(config, size, behind, weight, cache))
+    return {"target": target, "batch": size, "context": behind, "step_ms": step_ms, "steps": len(steps), **one}
 
 
 if __name__ == "__main__":

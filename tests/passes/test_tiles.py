@@ -16,8 +16,9 @@ def test_every_number_of_rows_has_an_answer(n: int, k: int, activation: str, spl
     most = most_rows(n, k, activation=activation, splittable=splittable, fp8=fp8)
     for rows in range(1, 600):
         tiles = tiles_for(rows, n, k, activation=activation, splittable=splittable, fp8=fp8)
-        assert (tiles is not None) == (rows <= most)
+        assert tiles is None or rows <= most
         if tiles is None:
+            assert rows > 64 or rows > most  # between two kernels of ours cuBLAS may be better
             continue
         assert tiles.block_m == 1 or not fp8.squares or tiles.block_k <= 128
         assert (tiles.block_m == 1) == (rows == 1)  # the kernel for one row is the one that norms
@@ -39,8 +40,8 @@ def test_without_programmatic_launches_nothing_is_fetched_ahead() -> None:
 def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool, fp8: Dtypes) -> None:
     cases = row_cases(maximum)
     assert max(cases) == maximum
-    assert len(cases) <= 7
+    assert len(cases) <= 8
     for n, k, activation in SHAPES:
         named = {"activation": activation, "splittable": splittable, "fp8": fp8}
         taken = {tiles_for(rows, n, k, **named) for rows in cases}
-        assert {tiles_for(rows, n, k, **named) for rows in range(1, maximum + 1)} == taken
+        assert {tiles_for(rows, n, k, **named) for rows in range(1, maximum + 1)} - {None} == taken - {None}

@@ -6,6 +6,7 @@ latency, and want short loops and many programs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rung.passes.kernels.launches import Tiles
@@ -14,8 +15,13 @@ _SMALL_BYTES = 8 * 2**20
 _MANY_COLUMNS = 32768  # a head over the vocabulary
 
 # What a product is ("plain"; "split": its parts may be summed by the kernel behind it; "gated": with an activation), the largest number of
-# rows, tiles. In order; above the last cuBLAS.
-_Table = tuple[tuple[str, int, Tiles], ...]
+# rows, tiles or None for cuBLAS. In order; above the last cuBLAS.
+_Table = tuple[tuple[str, int, Tiles | None], ...]
+
+
+def _wide(blocks: int, block_k: int) -> Tiles:
+    return Tiles(block_m=128, block_n=112, block_k=block_k, num_warps=9, num_stages=5, prefetch=0, wide=blocks)
+
 
 _SMALL: _Table = (
     ("plain", 1, Tiles(block_m=1, block_n=4, block_k=1024, num_warps=8, num_stages=1, prefetch=256)),
@@ -41,8 +47,9 @@ _LARGE: _Table = (
     ("plain", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=6, prefetch=256, swap=True)),
     ("split", 64, Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=6, prefetch=0, splits=4)),
     ("gated", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256)),
-    ("gated", 128, Tiles(block_m=128, block_n=112, block_k=64, num_warps=9, num_stages=5, prefetch=0, wide=1)),
-    ("gated", 256, Tiles(block_m=128, block_n=112, block_k=64, num_warps=9, num_stages=5, prefetch=0, wide=2)),
+    ("gated", 128, _wide(1, 64)),
+    ("gated", 208, None),  # cuBLAS has tiles of 192 rows
+    ("gated", 256, _wide(1, 64)),
 )
 _HEAD: _Table = (
     ("plain", 1, Tiles(block_m=1, block_n=4, block_k=2048, num_warps=8, num_stages=1, prefetch=-1)),
@@ -60,8 +67,9 @@ _LARGE_FP8: _Table = (
     ("split", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4)),
     ("split", 256, Tiles(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=6, prefetch=0)),
     ("gated", 64, Tiles(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=4, prefetch=256)),
-    ("gated", 128, Tiles(block_m=128, block_n=112, block_k=128, num_warps=9, num_stages=5, prefetch=0, wide=1)),
-    ("gated", 256, Tiles(block_m=128, block_n=112, block_k=128, num_warps=9, num_stages=5, prefetch=0, wide=2)),
+    ("gated", 128, _wide(1, 128)),
+    ("gated", 256, _wide(2, 128)),
+    ("gated", 512, _wide(1, 128)),
 )
 
 
@@ -85,19 +93,19 @@ def tiles_for(
     `splittable` allows parts to be left for the kernel behind it to sum; `programmatic` allows programmatic launches."""
     for most, tiles in _fitting(n, k, activation, splittable and rows > 1, fp8):
         if rows <= most:
-            return tiles if programmatic else replace(tiles, prefetch=-1)
+            return tiles if programmatic or tiles is None else replace(tiles, prefetch=-1)
     return None
 
 
 def row_cases(maximum: int) -> tuple[int, ...]:
     """Numbers of rows up to `maximum` that, for a product of any size, together take all the kernels that any number up to it can take."""
-    ends = {most for table in (_SMALL, _LARGE, _HEAD, _LARGE_FP8) for _, most, _ in table}
+    ends = {most for table in (_SMALL, _LARGE, _HEAD, _LARGE_FP8) for _, most, tiles in table if tiles is not None}
     return tuple(sorted({end for end in ends if end < maximum} | {maximum}))
 
 
 def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16, wide: bool = True) -> int:
     """The largest number of rows that has tiles; `wide`: those of the wide kernel too."""
-    return max(most for most, tiles in _fitting(n, k, activation, splittable, fp8) if wide or not tiles.wide)
+    return max(most for most, tiles in _fitting(n, k, activation, splittable, fp8) if tiles is not None and (wide or not tiles.wide))
 
 
 def _for_fp8(tiles: Tiles) -> Tiles:
@@ -113,13 +121,18 @@ def _within_squares(tiles: Tiles) -> Tiles:
     return tiles if tiles.block_m == 1 else replace(tiles, block_k=min(tiles.block_k, 128))
 
 
-def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> list[tuple[int, Tiles]]:
+def _narrow(table: _Table) -> Iterator[tuple[str, int, Tiles]]:
+    """Without the wide kernel, which converts no weights and knows no scales of squares."""
+    return ((kind, most, tiles) for kind, most, tiles in table if tiles is not None and not tiles.wide)
+
+
+def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> list[tuple[int, Tiles | None]]:
     nbytes = (1 if fp8.weights else 2) * n * k * (2 if activation else 1)
     table = _SMALL if nbytes <= _SMALL_BYTES else _HEAD if n >= _MANY_COLUMNS and not activation else _LARGE
     if fp8.weights:
         large = table is _LARGE and fp8.rows
-        table = _LARGE_FP8 if large else tuple((kind, most, _for_fp8(tiles)) for kind, most, tiles in table if not tiles.wide)
+        table = _LARGE_FP8 if large else tuple((kind, most, _for_fp8(tiles)) for kind, most, tiles in _narrow(table))
     if fp8.squares:
-        table = tuple((kind, most, _within_squares(tiles)) for kind, most, tiles in table if not tiles.wide)
+        table = tuple((kind, most, _within_squares(tiles)) for kind, most, tiles in _narrow(table))
     kinds = ("gated",) if activation else ("split", "plain") if splittable else ("plain",)
     return next(found for kind in kinds if (found := [(most, tiles) for name, most, tiles in table if name == kind]))

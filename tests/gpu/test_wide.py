@@ -38,6 +38,8 @@ def meaning(x: torch.Tensor, weight: torch.Tensor, x_scale: Any, weight_scale: A
     product = x.double() @ weight.double().t()
     if x_scale is not None:
         product = product * x_scale.double() * weight_scale.double()
+    if not activation:
+        return product
     gate, up = product.bfloat16().double().chunk(2, dim=1)
     act = torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
     return act * up
@@ -68,6 +70,17 @@ def test_edges_of_its_tiles(n: int, k: int, e4m3: bool, activation: str) -> None
     whole[:, :n] = found
     assert error(found, meaning(*args, activation)) < 8e-3
     assert bool((whole[:, n:] == 7).all())
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 64), (96, 64), (1000, 4160), (6144, 4096), (56, 4096)])
+@pytest.mark.parametrize("e4m3", [False, True])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_without_an_activation(n: int, k: int, e4m3: bool, blocks: int) -> None:
+    x, weight, x_scale, weight_scale = operands(200, n, k, e4m3)
+    weight, weight_scale = weight[:n], None if weight_scale is None else weight_scale[:n]
+    found = wide_product(x, weight, "", x_scale, weight_scale, blocks=blocks, block_n=48, stages=8, programmatic=True)
+    assert found.shape == (200, n)
+    assert error(found, meaning(x, weight, x_scale, weight_scale, "")) < 5e-3
 
 
 def test_one_scale_for_all_rows_and_rows_apart() -> None:

@@ -96,7 +96,7 @@ def test_its_tiles_fill_two_rounds_of_the_8b_shape() -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize(("e4m3", "activation"), [(False, "silu"), (True, "silu"), (False, "gelu")])
+@pytest.mark.parametrize(("e4m3", "activation"), [(False, "silu"), (True, "silu"), (False, "gelu"), (True, "")])
 def test_nvrtc_compiles_it_without_a_device(blocks: int, e4m3: bool, activation: str) -> None:
     options = {"num_warps": 9, "num_ctas": blocks, "launch_pdl": True}
     image = export_cuda(wide_product_kernel, specialisation(BLOCKS=blocks, E4M3=e4m3, ACTIVATION=activation), options, 90)

@@ -19,8 +19,8 @@ _MANY_COLUMNS = 32768  # a head over the vocabulary
 _Table = tuple[tuple[str, int, Tiles | None], ...]
 
 
-def _wide(blocks: int, block_k: int) -> Tiles:
-    return Tiles(block_m=128, block_n=112, block_k=block_k, num_warps=9, num_stages=5, prefetch=0, wide=blocks)
+def _wide(blocks: int, block_k: int, block_n: int = 112, num_stages: int = 5) -> Tiles:
+    return Tiles(block_m=128, block_n=block_n, block_k=block_k, num_warps=9, num_stages=num_stages, prefetch=0, wide=blocks)
 
 
 _SMALL: _Table = (
@@ -64,6 +64,8 @@ _LARGE_FP8: _Table = (
     ("split", 16, Tiles(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=6, prefetch=1024, splits=2, swap=True)),
     ("gated", 16, Tiles(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4, prefetch=1024)),
     ("plain", 64, Tiles(block_m=64, block_n=64, block_k=256, num_warps=4, num_stages=6, prefetch=256, swap=True)),
+    ("plain", 128, None),
+    ("plain", 256, _wide(1, 128, 48, 8)),
     ("split", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4)),
     ("split", 256, Tiles(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=6, prefetch=0)),
     ("gated", 64, Tiles(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=4, prefetch=256)),

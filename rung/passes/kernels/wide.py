@@ -1,4 +1,4 @@
-"""Launching the wide product: gated products of more rows than Triton's tiles are good for. Names the kernel, compiles nothing."""
+"""Launching the wide product: of more rows than Triton's tiles are good for. Names the kernel, compiles nothing."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def wide_product(
     stages: int,
     programmatic: bool,
 ) -> torch.Tensor:
-    """act(x @ gate.T) * (x @ up.T), bf16 [rows, n], of x [rows, k] and weight [2 * n, k], the gates first; both bf16, or e4m3 with x_scale
-    [rows, 1] and weight_scale [2 * n], float32. `blocks` of a cluster take 128 rows each and share the weights."""
+    """act(x @ gate.T) * (x @ up.T), bf16 [rows, n], of x [rows, k] and weight [2 * n, k], the gates first; without an activation
+    x @ weight.T, weight [n, k]. Both bf16, or e4m3 with x_scale [rows, 1] and weight_scale [2 * n] or [n], float32. `blocks` of a cluster
+    take 128 rows each and share the weights; a tile has twice `block_n` rows of them."""
     rows, k = x.shape
-    n = weight.shape[0] // 2
+    n = weight.shape[0] // (2 if activation else 1)
     out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
-    tiles = -(-rows // (BLOCK_ROWS * blocks)) * -(-n // block_n)
+    tiles = -(-rows // (BLOCK_ROWS * blocks)) * -(-n // (block_n if activation else 2 * block_n))
     clusters = min(tiles, _multiprocessors(x.device) // blocks)
     step = _ROW_BYTES // x.element_size()
     WIDE.run(

@@ -1,4 +1,4 @@
-"""A gated product of 65 to 256 rows, in CUDA C++ for compute capability 9.0: out = act(x @ gate.T) * (x @ up.T), bf16 or e4m3.
+"""Products of 65 to 512 rows in CUDA C++ for compute capability 9.0: out = act(x @ gate.T) * (x @ up.T), or x @ weight.T, bf16 or e4m3.
 
 Why not Triton: its tiles are powers of two. Twice 112 outputs a tile fill 97 % of two rounds of 132 multiprocessors for the 14336 outputs
 of the 8B shape, where twice 128 fill 85 %; and two blocks of a cluster, one for each half of the rows, take each weight from memory once
@@ -25,6 +25,7 @@ typedef unsigned char u8;
 struct alignas(64) TensorMap { u64 words[16]; };
 
 constexpr int X_BYTES = 128 * 128, W_BYTES = 2 * N * 128, STAGE = X_BYTES + W_BYTES;
+constexpr int WIDTH = PLAIN ? 2 * N : N;  // outputs of a tile
 
 __device__ u32 shared_address(const void* p) {
   u32 a;
@@ -65,7 +66,9 @@ __device__ u32 bf16x2(float low, float high) {
 __device__ float rounded(float x) { return __uint_as_float(bf16x2(0.0f, x) & 0xFFFF0000u); }
 __device__ float gated(float gate, float up) {
   gate = rounded(gate), up = rounded(up);
-#if GELU
+#if PLAIN
+  return gate;
+#elif GELU
   const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
   return gate * (1.0f - __fdividef(1.0f, 1.0f + __expf(2.0f * inner))) * up;
 #else
@@ -74,7 +77,8 @@ __device__ float gated(float gate, float up) {
 }
 MULTIPLY
 
-// x [rows, k]; weight [2 * n, k], the gates first; out [rows, n]; scales of e4m3: x_scale a row, x_stride apart, weight_scale an output.
+// x [rows, k]; weight [2 * n, k], the gates first, or PLAIN [n, k]; out [rows, n]; scales of e4m3: x_scale a row, x_stride apart,
+// weight_scale a row of the weights. A tile has two sets of N rows of them: gates and what they gate, or PLAIN neighbours.
 // n is a multiple of 8; steps: of STAGE bytes along k. Grid: clusters of BLOCKS blocks, any number.
 extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, u16* out, const float* x_scale,
@@ -83,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
   const u32 ring = (shared_address(raw) + 1023) & ~1023u, full = ring + STAGES * STAGE, empty = full + 8 * STAGES;
   float* scales = (float*)(raw + (empty + 8 * STAGES - shared_address(raw)));  // [2][2 * N]: of this tile and of the one before
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x % BLOCKS;
-  const int row_tiles = (rows + 128 * BLOCKS - 1) / (128 * BLOCKS), tiles = row_tiles * ((n + N - 1) / N);
+  const int row_tiles = (rows + 128 * BLOCKS - 1) / (128 * BLOCKS), tiles = row_tiles * ((n + WIDTH - 1) / WIDTH), second = PLAIN ? N : n;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) init(full + 8 * s, 1), init(empty + 8 * s, 2 * BLOCKS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -96,16 +100,16 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
     if (lane == 0) {
       bool waited = false;  // for the kernel before, which may still write x; weights are older
       for (int tile = blockIdx.x / BLOCKS; tile < tiles; tile += gridDim.x / BLOCKS) {
-        const int row = (tile % row_tiles * BLOCKS + block) * 128, column = tile / row_tiles * N;
+        const int row = (tile % row_tiles * BLOCKS + block) * 128, column = tile / row_tiles * WIDTH;
         for (int step = 0; step < steps; step++) {
           wait(empty + 8 * stage, phase ^ 1);
           const u32 barrier = full + 8 * stage, x = ring + stage * STAGE, w = x + X_BYTES;
           expect(barrier, STAGE);
-          if (BLOCKS > 1) {  // one brings the gates for both, the other what they gate
-            load_for_both(w + block * N * 128, &weight_map, barrier, step * K, column + block * n);
+          if (BLOCKS > 1) {  // each brings one set for both
+            load_for_both(w + block * N * 128, &weight_map, barrier, step * K, column + block * second);
           } else {
             load(w, &weight_map, barrier, step * K, column);
-            load(w + N * 128, &weight_map, barrier, step * K, column + n);
+            load(w + N * 128, &weight_map, barrier, step * K, column + second);
           }
           if (waited) {
             load(x, &x_map, barrier, step * K, row);
@@ -124,13 +128,13 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
     int odd = 0;
     if (E4M3) asm volatile("griddepcontrol.wait;" ::: "memory");  // x_scale is the predecessor's too
     for (int tile = blockIdx.x / BLOCKS; tile < tiles; tile += gridDim.x / BLOCKS, odd ^= 1) {
-      const int row = (tile % row_tiles * BLOCKS + block) * 128 + group * 64 + warp % 4 * 16 + lane / 4, column = tile / row_tiles * N;
+      const int row = (tile % row_tiles * BLOCKS + block) * 128 + group * 64 + warp % 4 * 16 + lane / 4, column = tile / row_tiles * WIDTH;
       float row_scale[2] = {1.0f, 1.0f};
       const float* mine = scales + odd * 2 * N;
       if (E4M3) {
         for (int i = threadIdx.x; i < 2 * N; i += 256) {
-          const int at = column + i % N;
-          scales[odd * 2 * N + i] = at < n ? weight_scale[at + i / N * n] : 0.0f;
+          const int set = i / N, at = column + i % N;
+          scales[odd * 2 * N + i] = at + (PLAIN ? set * N : 0) < n ? weight_scale[at + set * second] : 0.0f;
         }
         for (int h = 0; h < 2; h++) row_scale[h] = row + 8 * h < rows ? x_scale[(u64)(row + 8 * h) * x_stride] : 0.0f;
         asm volatile("bar.sync 1, 256;" ::: "memory");
@@ -158,27 +162,30 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
       if (threadIdx.x % 128 < BLOCKS) arrive(empty + 8 * before, threadIdx.x % 128);
       // A thread has two neighbouring outputs of every eight. Four threads exchange theirs, so that each stores eight.
 #pragma unroll
-      for (int first = 0; first < N / 8; first += 4) {
-        const int count = N / 8 - first < 4 ? N / 8 - first : 4;
+      for (int set = 0; set <= PLAIN; set++) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          u32 a[4] = {0, 0, 0, 0};
+        for (int first = 0; first < N / 8; first += 4) {
+          const int count = N / 8 - first < 4 ? N / 8 - first : 4;
 #pragma unroll
-          for (int t = 0; t < 4; t++) {
-            if (t < count) {
-              const int at = 4 * (first + t) + 2 * h, o = 8 * (first + t) + 2 * quad;
-              float g[2] = {gate[at], gate[at + 1]}, u[2] = {up[at], up[at + 1]};
-              if (E4M3) for (int i = 0; i < 2; i++) g[i] *= row_scale[h] * mine[o + i], u[i] *= row_scale[h] * mine[N + o + i];
-              a[t] = bf16x2(gated(g[0], u[0]), gated(g[1], u[1]));
+          for (int h = 0; h < 2; h++) {
+            u32 a[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int t = 0; t < 4; t++) {
+              if (t < count) {
+                const int at = 4 * (first + t) + 2 * h, o = 8 * (first + t) + 2 * quad;
+                float u[2] = {up[at], up[at + 1]}, g[2] = {set ? u[0] : gate[at], set ? u[1] : gate[at + 1]};
+                if (E4M3) for (int i = 0; i < 2; i++) g[i] *= row_scale[h] * mine[set * N + o + i], u[i] *= row_scale[h] * mine[N + o + i];
+                a[t] = bf16x2(gated(g[0], u[0]), gated(g[1], u[1]));
+              }
             }
+            const bool odd_lane = quad & 1, high = quad & 2;
+            const u32 p = __shfl_xor_sync(~0u, odd_lane ? a[0] : a[1], 1), q = __shfl_xor_sync(~0u, odd_lane ? a[2] : a[3], 1);
+            if (odd_lane) a[0] = p, a[2] = q; else a[1] = p, a[3] = q;
+            const u32 r = __shfl_xor_sync(~0u, high ? a[0] : a[2], 2), s = __shfl_xor_sync(~0u, high ? a[1] : a[3], 2);
+            if (high) a[0] = r, a[1] = s; else a[2] = r, a[3] = s;
+            const int at = column + set * N + 8 * (first + quad), to = row + 8 * h;
+            if (quad < count && at < n && to < rows) *(uint4*)(out + (u64)to * out_stride + at) = uint4{a[0], a[1], a[2], a[3]};
           }
-          const bool second = quad & 1, high = quad & 2;
-          const u32 p = __shfl_xor_sync(~0u, second ? a[0] : a[1], 1), q = __shfl_xor_sync(~0u, second ? a[2] : a[3], 1);
-          if (second) a[0] = p, a[2] = q; else a[1] = p, a[3] = q;
-          const u32 r = __shfl_xor_sync(~0u, high ? a[0] : a[2], 2), s = __shfl_xor_sync(~0u, high ? a[1] : a[3], 2);
-          if (high) a[0] = r, a[1] = s; else a[2] = r, a[3] = s;
-          const int at = column + 8 * (first + quad), to = row + 8 * h;
-          if (quad < count && at < n && to < rows) *(uint4*)(out + (u64)to * out_stride + at) = uint4{a[0], a[1], a[2], a[3]};
         }
       }
     }
@@ -210,6 +217,7 @@ def _source(constants: Mapping[str, Any]) -> str:
         "STAGES": constants["STAGES"],
         "E4M3": int(e4m3),
         "GELU": int(constants["ACTIVATION"] == "gelu"),
+        "PLAIN": int(not constants["ACTIVATION"]),
     }
     return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + _TEXT.replace("MULTIPLY", _multiply(outputs, e4m3))
 

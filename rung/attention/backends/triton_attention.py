@@ -87,6 +87,16 @@ def _load(
 
 
 @triton.jit
+def _widened(values):
+    """e4m3 to float16, four numbers at a time and in the layout in which they were loaded: the multiplication wants keys side by side, and
+    would else have each number fetched from shared memory by itself."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+        "=r,=r,r", [values], dtype=tl.float16, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def _soften(
     scores, tile, position, scale, soft_cap, highest, total,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
@@ -117,7 +127,7 @@ def _attend(
     first, last, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride, value_slot_stride, scale,
     soft_cap, highest, total, sums,
     MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    COLUMNS: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Tiles first to last (exclusive). MASKED: some row may not see some key of a tile."""
     # Pages are loaded a tile ahead and handed on: otherwise the pipeliner gives the block table, of which the addresses depend, stages
@@ -135,7 +145,11 @@ def _attend(
         weights, fade, highest, total = _soften(
             scores, tile, position, scale, soft_cap, highest, total, MASKED, BLOCK_N, WINDOW, HAS_SOFT_CAP
         )
-        sums = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), sums * fade[:, None], input_precision="ieee")
+        if WIDEN:
+            widened = _widened(values)
+        else:
+            widened = values.to(queries.dtype)
+        sums = tl.dot(weights.to(queries.dtype), widened, sums * fade[:, None], input_precision="ieee")
     return highest, total, sums
 
 
@@ -180,6 +194,7 @@ def paged_attention_kernel(
     HAS_SOFT_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
     OUT_SCALED: tl.constexpr,
+    WIDEN: tl.constexpr,  # an e4m3 cache beside queries in float16, on a device
     EARLY: tl.constexpr,  # whether the reduction may be launched while this runs (programmatic dependent launch)
 ):
     """Causal attention of BLOCK_Q tokens of one request, all query heads of one KV head, over one share of the keys.
@@ -243,12 +258,12 @@ def paged_attention_kernel(
     highest, total, sums = _attend(
         first_tile, seen_by_all, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride,
         value_slot_stride, scale, soft_cap, highest, total, sums,
-        False, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS, WINDOW, HAS_SOFT_CAP,
+        False, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS, WINDOW, HAS_SOFT_CAP, WIDEN,
     )  # fmt: skip
     highest, total, sums = _attend(
         seen_by_all, last_tile, queries, position, seq_end, table, key_cache, value_cache, block_stride, key_slot_stride,
         value_slot_stride, scale, soft_cap, highest, total, sums,
-        True, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS, WINDOW, HAS_SOFT_CAP,
+        True, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS, WINDOW, HAS_SOFT_CAP, WIDEN,
     )  # fmt: skip
 
     some = total > 0.0

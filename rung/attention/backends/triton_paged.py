@@ -208,7 +208,7 @@ class TritonPaged(AttentionBackend):
             GROUP=num_heads // spec.num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
             BLOCK_Q=launch.block_q, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, COLUMNS=columns,
             WINDOW=spec.sliding_window or 0, HAS_SOFT_CAP=spec.soft_cap is not None, SPLIT=launch.splits > 1,
-            OUT_SCALED=scaled, EARLY=early,
+            OUT_SCALED=scaled, WIDEN=_widens(query, values), EARLY=early,
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
         if launch.splits > 1:
@@ -241,6 +241,11 @@ class TritonPaged(AttentionBackend):
         shape = (*query.shape[:2], splits)
         scales = torch.empty(shape, dtype=torch.float32, device=query.device)
         return scales, torch.empty((*shape, query.shape[2]), dtype=torch.float32, device=query.device)
+
+
+def _widens(query: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether the kernel converts e4m3 values in machine code, which Triton's interpreter does not read."""
+    return values.dtype == torch.float8_e4m3fn and query.element_size() == 2 and not triton_interpreted()
 
 
 @functools.cache

@@ -99,7 +99,7 @@ def step(generate: Generate, asked: argparse.Namespace, batch: int) -> dict[str,
     return {"batch": batch, "context": asked.context, **_spread(found)}
 
 
-def kernels(report: Report, generate: Generate, asked: argparse.Namespace, patience: float = 60) -> None:
+def kernels(report: Report, generate: Generate, asked: argparse.Namespace, patience: float = 40) -> None:
     """A row for each batch size: milliseconds of a decode step in which the device runs something, and how many kernels that are. Comes
     last: a profiler that takes longer than `patience` seconds for one ends the process, with its traceback in the log."""
     if not on_gpu():

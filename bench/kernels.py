@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import get_args
 
 import torch
@@ -33,12 +33,12 @@ def kernels(
         for _ in range(STEPS):
             steps[mode].start()()
 
-    times: Counter[str] = Counter()
+    times: defaultdict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for one in kernels_of(some, copies=True):
         times[one.name] += one.us / STEPS
         counts[one.name] += 1
-    rows = [(name, counts[name] / STEPS, time) for name, time in times.most_common()]
+    rows = [(name, counts[name] / STEPS, time) for name, time in sorted(times.items(), key=lambda item: -item[1])]
     return rows, sum(times.values())
 
 

@@ -39,17 +39,19 @@ _NOT_OF_A_LAYER = ("head", "sampling", "input building")
 
 
 class Clock:
-    """Says what each part took, as it goes, and where the process is when a part takes too long."""
+    """Says what each part took, as it goes. A part that takes longer than `seconds` prints its traceback, and ends the process if `fatal`:
+    what was printed until then stays, and a device that hangs would only cost time."""
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
+    def __init__(self) -> None:
         self._last = time.perf_counter()
 
+    def begin(self, seconds: float, *, fatal: bool) -> None:
+        self._last = time.perf_counter()
+        faulthandler.dump_traceback_later(seconds, exit=fatal)
+
     def lap(self, what: str) -> None:
-        now = time.perf_counter()
-        print(f"  [{what} {now - self._last:.2f} s]", flush=True)
-        self._last = now
-        faulthandler.dump_traceback_later(self._patience)  # the next part's
+        faulthandler.cancel_dump_traceback_later()
+        print(f"  [{what} {time.perf_counter() - self._last:.2f} s]", flush=True)
 
 
 def floors(config: LlamaConfig, batch: int, context: float, weight: int = 2, cache: int = 2) -> dict[str, tuple[float, float]]:
@@ -123,10 +125,11 @@ def record(engine: Engine, batch: int, context: int, vocab: int) -> tuple[list[l
     with decoding(engine, batch, context, WARM + TIMED + STEPS + 8, vocab) as steady:
         for _ in range(WARM):
             steady.step()
-        stamps = [time.perf_counter()]
+        begin = time.perf_counter()
         for _ in range(TIMED):
             steady.step()
-            stamps.append(time.perf_counter())
+        step_ms = (time.perf_counter() - begin) / TIMED * 1e3
+        print(f"  [B={batch}: {step_ms:.3f} ms a step before the profiler]", flush=True)
 
         def steps() -> None:
             for _ in range(STEPS):
@@ -134,7 +137,7 @@ def record(engine: Engine, batch: int, context: int, vocab: int) -> tuple[list[l
 
         kernels = kernels_of(steps)
         behind = steady.context() - STEPS / 2
-    return split_steps(kernels), (stamps[-1] - stamps[0]) / TIMED * 1e3, behind
+    return split_steps(kernels), step_ms, behind
 
 
 def show(found: dict[str, Any]) -> str:
@@ -182,7 +185,8 @@ def build(target: str, sizes: Sequence[int], options: argparse.Namespace) -> tup
         freeze_heap=True,
     )
     engine, _, start = build_engine(decoder.module, config)
-    print(f"{target}: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in start.seconds.items()) + f"; {start.attention}")
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in start.seconds.items())
+    print(f"{target}: {phases}; {start.attention}", flush=True)
     return engine, decoder.config
 
 
@@ -194,29 +198,32 @@ def main() -> None:
     parser.add_argument("--attention", default="auto", help="the attention backend")
     parser.add_argument("--quantize", choices=tuple(QUANTISATIONS), help="e4m3 weights")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
-    parser.add_argument("--patience", type=float, default=60, help="seconds after which a part that still runs prints its traceback")
+    parser.add_argument("--patience", type=float, default=45, help="seconds after which a size ends the process, with its traceback")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sizes = [int(one) for one in options.sizes.split(",")]
-    clock = Clock(options.patience)
+    clock = Clock()
     found: list[dict[str, Any]] = []
     for target in options.targets.split(","):
+        clock.begin(2 * options.patience, fatal=False)
         try:
             engine, config = build(target, sizes, options)
             clock.lap("engine")
+            clock.begin(options.patience, fatal=True)
             kernels_of(lambda: torch.zeros(1, device="cuda"))  # its first start takes seconds
             clock.lap("profiler")
         except Exception:
             traceback.print_exc()
             continue
         for size in sizes:
+            clock.begin(options.patience, fatal=True)
             try:
                 found.append(one_size(engine, config, target, size, options))
             except Exception:
                 traceback.print_exc()
                 continue
-            print(show(found[-1]), flush=True)
             clock.lap(f"B={size}")
+            print(show(found[-1]), flush=True)
             if options.out is not None:
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
         engine.executor.shutdown()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import functools
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -14,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.device_trace import kernels_of
+from bench.peers.asked import HEAVY, Point, numbers, prefills, sweep_tokens
 from bench.peers.shapes import HF_CONFIGS, prefill_operations
 
 Prompts = list[list[int]]
@@ -29,7 +34,9 @@ class Report:
 
     def add(self, kind: str, **values: Any) -> None:
         self.rows.append({"kind": kind, **values})
-        self.path.write_text(json.dumps(self.rows))
+        whole = self.path.with_suffix(".new")
+        whole.write_text(json.dumps(self.rows))
+        whole.replace(self.path)
         print(kind, values, flush=True)
 
     @contextmanager
@@ -48,57 +55,38 @@ class Report:
             self.add("failure", what=what, error=f"{type(error).__name__}: {error}"[:400])
 
 
-def options(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=tuple(HF_CONFIGS), default="8b")
-    parser.add_argument("--batches", default="1,8,64,256")
-    parser.add_argument("--contexts", default="128", help="prompt tokens of the decode steps")
-    parser.add_argument("--prefill", type=int, default=8191, help="tokens of the one prompt that is prefilled; 0: none")
-    parser.add_argument("--positions", type=int, help="positions of the model, where its own are too few")
-    parser.add_argument("--short", type=int, default=16)
-    parser.add_argument("--long", type=int, default=144)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--start-only", action="store_true", help="stop when the first token is there")
-    parser.add_argument("--memory", type=float, default=0.7, help="part of the device's memory that vLLM may take")
-    parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args()
+class Stamps:
+    """When each step of an engine ended: its method `step` is replaced for this one object."""
 
+    def __init__(self, engine: Any) -> None:
+        self.times: list[float] = []
+        original = engine.step
 
-def shape_of(asked: argparse.Namespace) -> dict[str, Any]:
-    """The model's configuration, with the positions that were asked for."""
-    shape = HF_CONFIGS[asked.model]
-    return {**shape, "max_position_embeddings": asked.positions or shape["max_position_embeddings"]}
+        def step(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            self.times.append(time.perf_counter())
+            return out
 
-
-def max_model_len(asked: argparse.Namespace) -> int:
-    """Tokens of the longest request."""
-    longest = max(asked.prefill + 1, max(numbers(asked.contexts)) + asked.long)
-    return min(int(shape_of(asked)["max_position_embeddings"]), longest)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+        engine.step = step
 
 
 def prompts(count: int, length: int, model: str, draw: int = 0) -> Prompts:
     """The same ones for every peer."""
     rng = random.Random(f"{count} {length} {draw}")
-    vocab = HF_CONFIGS[model]["vocab_size"]
-    return [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(count)]
+    ids = range(10, HF_CONFIGS[model]["vocab_size"])
+    return [rng.choices(ids, k=length) for _ in range(count)]
 
 
-def steps(report: Report, generate: Generate, asked: argparse.Namespace, *, profiled: bool = True) -> None:
-    """A row for each batch size and context: ms a decode step from the difference between a long and a short generation, and the time of
-    the kernels in it."""
-    for context in numbers(asked.contexts):
-        for batch in numbers(asked.batches):
-            with report.guarded(f"steps of {batch} at {context}"):
-                report.add("step", **step(generate, asked, batch, context, profiled=profiled))
+def steps(report: Report, generate: Generate, asked: argparse.Namespace) -> None:
+    """A row for each batch size: ms a decode step from the difference between a long and a short generation."""
+    for batch in numbers(asked.batches):
+        with report.guarded(f"steps of {batch} at {asked.context}"):
+            report.add("step", **step(generate, asked, batch))
 
 
-def step(generate: Generate, asked: argparse.Namespace, batch: int, context: int, *, profiled: bool) -> dict[str, Any]:
+def step(generate: Generate, asked: argparse.Namespace, batch: int) -> dict[str, Any]:
     def seconds(tokens: int, draw: int) -> float:
-        some = prompts(batch, context, asked.model, draw)
+        some = prompts(batch, asked.context, asked.model, draw)
         start = time.perf_counter()
         generate(some, tokens)
         return time.perf_counter() - start
@@ -108,31 +96,70 @@ def step(generate: Generate, asked: argparse.Namespace, batch: int, context: int
     for draw in range(asked.rounds):
         first = seconds(asked.short, 2 * draw + 1)
         found.append((seconds(asked.long, 2 * draw + 2) - first) / (asked.long - asked.short) * 1e3)
-    row: dict[str, Any] = {
-        "batch": batch,
-        "context": context,
-        "wall_ms": statistics.median(found),
-        "min_ms": min(found),
-        "max_ms": max(found),
-    }
-    if profiled and on_gpu():
-        few = asked.short + 16
-        busy = [kernel_ms(lambda tokens=tokens: seconds(tokens, 9)) for tokens in (asked.short, few)]  # type: ignore[misc]
-        row["device_ms"] = (busy[1][0] - busy[0][0]) / (few - asked.short)
-        row["kernels"] = (busy[1][1] - busy[0][1]) / (few - asked.short)
-    return row
+    return {"batch": batch, "context": asked.context, **_spread(found)}
 
 
-def kernel_ms(call: Callable[[], object]) -> tuple[float, int]:
-    """Sum of the times of all kernels of a call, those of replayed graphs included, and how many they are."""
-    import torch
-    from torch.profiler import DeviceType, ProfilerActivity, profile
+def kernels(report: Report, generate: Generate, asked: argparse.Namespace, patience: float = 40) -> None:
+    """A row for each batch size: milliseconds of a decode step in which the device runs something, and how many kernels that are. Comes
+    last: a profiler that takes longer than `patience` seconds for one ends the process, with its traceback in the log."""
+    if not on_gpu():
+        return
+    few = asked.short + 16
+    for batch in numbers(asked.batches):
+        faulthandler.dump_traceback_later(patience, exit=True)
+        with report.guarded(f"kernels of {batch} at {asked.context}"):
+            some = prompts(batch, asked.context, asked.model, 99)
+            (short_ms, short), (long_ms, long) = (busy(functools.partial(generate, some, tokens)) for tokens in (asked.short, few))
+            a_step = few - asked.short
+            report.add(
+                "kernels", batch=batch, context=asked.context, device_ms=(long_ms - short_ms) / a_step, kernels=(long - short) / a_step
+            )
+    faulthandler.cancel_dump_traceback_later()
 
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        call()
-        torch.cuda.synchronize()
-    kernels = [event for event in recorded.events() or [] if event.device_type == DeviceType.CUDA]
-    return sum(event.time_range.elapsed_us() for event in kernels) * 1e-3, len(kernels)
+
+def busy(call: Callable[[], object]) -> tuple[float, int]:
+    """Milliseconds in which the device ran something, and how many kernels and copies that were."""
+    total, end = 0.0, 0.0
+    found = kernels_of(call, copies=True)
+    for one in found:
+        total += max(0.0, one.end_us - max(one.start_us, end))
+        end = max(end, one.end_us)
+    return total * 1e-3, len(found)
+
+
+def sweep(
+    report: Report, generate: Generate, stamps: Stamps, asked: argparse.Namespace, points: Sequence[Point], chunk: int, **of_row: Any
+) -> None:
+    """A row for each point: ms a decode step from the times at which steps ended, where all requests decode. `chunk` is what a step
+    computes of prompts."""
+    for point in points:
+        with report.guarded(f"sweep of {point.batch} at {point.context}"):
+            report.add("sweep", **swept(generate, stamps, asked, point, chunk), **of_row)
+
+
+def swept(generate: Generate, stamps: Stamps, asked: argparse.Namespace, point: Point, chunk: int) -> dict[str, Any]:
+    tokens, heavy = sweep_tokens(asked, point, chunk), point.batch * point.context > HEAVY
+    found: list[float] = []
+    for draw in range(1 if heavy else asked.rounds):
+        some = prompts(point.batch, point.context, asked.model, draw)
+        stamps.times.clear()
+        generate(some, tokens)
+        times = steady(stamps.times, tokens, prefills(point, chunk))
+        bounds = [round((len(times) - 1) * part / asked.rounds) for part in range(asked.rounds + 1)] if heavy else [0, len(times) - 1]
+        found += [(times[last] - times[first]) / (last - first) * 1e3 for first, last in itertools.pairwise(bounds)]
+    return {"batch": point.batch, "context": point.context, "runs": "parts" if heavy else "runs", **_spread(found)}
+
+
+def steady(times: Sequence[float], tokens: int, prefill_steps: int) -> list[float]:
+    """Of the times of a generation's steps those at whose step every request decoded. Raises where the calls were no steps."""
+    if not tokens <= len(times) <= tokens + prefill_steps + 8:
+        raise RuntimeError(f"{len(times)} calls of step for {tokens} tokens behind {prefill_steps} steps of prompts")
+    last = len(times) - prefill_steps - 2  # the first requests end that much earlier than the last ones
+    return list(times[last - (tokens - prefill_steps - 4) : last + 1])
+
+
+def _spread(found: Sequence[float]) -> dict[str, float]:
+    return {"wall_ms": statistics.median(found), "min_ms": min(found), "max_ms": max(found)}
 
 
 def prefill(report: Report, generate: Generate, asked: argparse.Namespace, tokens: int) -> None:

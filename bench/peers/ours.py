@@ -1,12 +1,24 @@
-"""rung as a peer: `python -m bench.peers.ours --model 8b --out ours.json`."""
+"""rung as a peer: `python -m bench.peers.ours --model 8b --out ours.json`.
+
+Up to three engines, one after the other, of one model and one compile. The first takes requests of up to 4096 tokens and as many as the
+decode table has: start-up, decode rows and the sweep over batches. The second has room for the sweep's larger batches. The third takes the
+long prompts. All compute up to 8192 tokens in a step, so that a prompt of 8192 is one chunk, as it is for vLLM: beside 2048 that
+makes the largest batch of the kernels' rehearsal one of 8192 rows, and changes nothing in a decode, whose graphs end at 512 rows.
+"""
 
 from __future__ import annotations
 
+import argparse
+import gc
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
-from bench.peers.measure import Prompts, Report, max_model_len, memory, numbers, options, prefill, shape_of, steps
-from bench.peers.shapes import TARGETS
+from bench.peers.asked import DECODE_LEN, Point, batch_points, context_points, max_len, numbers, options, shape_of, sweep_tokens
+from bench.peers.measure import Prompts, Report, Stamps, kernels, memory, on_gpu, prefill, prompts, steady, steps, sweep
+from bench.peers.shapes import FP8, TARGETS
 
 
 def main() -> None:
@@ -17,50 +29,160 @@ def main() -> None:
         import torch
     with report.phase("import rung"):
         import rung  # noqa: F401
-        from rung.models import SHAPES, random_model
-        from rung.runner import RunnerConfig, SamplingParams, build_engine
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
+        from rung.models import SHAPES, quantize_fp8, random_model
+    device = torch.device("cuda" if on_gpu() else "cpu")
     memory(report, "before")
     with report.phase("weights"):
         shape = replace(SHAPES[TARGETS[asked.model]], max_position_embeddings=shape_of(asked)["max_position_embeddings"])
-        module = random_model(shape, dtype=torch.bfloat16 if on_gpu else torch.float32, device=device)
-        if on_gpu:
+        module = random_model(shape, dtype=torch.bfloat16 if on_gpu() else torch.float32, device=device)
+        if asked.model in FP8:
+            quantize_fp8(module)
+        if on_gpu():
             torch.cuda.synchronize()
-    batches, context = numbers(asked.batches), max(numbers(asked.contexts))
-    limit = max_model_len(asked)
+    batches = numbers(asked.batches)
+    usual = [point for point in batch_points(asked) if point.batch <= max(batches)]
+    large = [point for point in batch_points(asked) if point.batch > max(batches)]
+    long = context_points(asked)
+    length = min(DECODE_LEN, max_len(asked))
+    with engine_of(module, asked, [*(Point(batch, asked.context) for batch in batches), *usual], length, None, report) as served:
+        with report.phase("first token"):
+            served.generate([[11, 12, 13]], 1)
+        report.add("phase", name="ready", seconds=time.perf_counter() - begin)
+        memory(report, "ready")
+        if asked.start_only:
+            return
+        steps(report, served.generate, asked)
+        sweep(report, served.generate, served.stamps, asked, usual, served.chunk, max_model_len=length)
+        piecewise(report, served, asked)
+        host(report, served, asked)
+        if not (large or long or asked.prefill):
+            kernels(report, served.generate, asked)
+            return
+    if large:
+        with report.guarded("the engine for large batches"), engine_of(module, asked, large, length, large) as served:
+            sweep(report, served.generate, served.stamps, asked, large, served.chunk, max_model_len=length)
+    if long or asked.prefill:
+        points = [*long, Point(1, asked.prefill)]
+        with report.guarded("the engine for long prompts"), engine_of(module, asked, points, max_len(asked), points) as served:
+            if asked.prefill:
+                prefill(report, served.generate, asked, asked.prefill)
+            sweep(report, served.generate, served.stamps, asked, long, served.chunk, max_model_len=max_len(asked))
+    memory(report, "end")
+    with report.guarded("the engine for the profiler"):
+        points = [Point(batch, asked.context) for batch in batches]
+        with engine_of(module, asked, points, length, points) as served:
+            kernels(report, served.generate, asked)
+
+
+class Served:
+    """One engine, and what the measurements need of it."""
+
+    def __init__(self, module: Any, engine: Any, runner: Any) -> None:
+        from rung.runner import SamplingParams
+
+        self.module, self.engine, self.runner = module, engine, runner
+        self.chunk: int = runner.config.max_num_tokens
+        self.stamps = Stamps(engine)
+        self._params = SamplingParams
+
+    def generate(self, some: Prompts, tokens: int) -> None:
+        self.engine.generate(some, self._params(max_tokens=tokens, ignore_eos=True))
+
+
+@contextmanager
+def engine_of(
+    module: Any,
+    asked: argparse.Namespace,
+    points: Sequence[Point],
+    length: int,
+    captured: Sequence[Point] | None,
+    report: Report | None = None,
+) -> Iterator[Served]:
+    """An engine with room for each of `points`, for requests of up to `length` tokens, with graphs for the batches of `captured`, or of the
+    default ladder; its start goes to `report`."""
+    import torch
+
+    from rung.runner import RunnerConfig, build_engine
+
+    largest, chunk = max(point.batch for point in points), 8192 if on_gpu() else 64
+    blocks = max(point.batch * -(-(point.context + max(asked.long, sweep_tokens(asked, point, chunk))) // 16) for point in points)
+    sizes = sorted({point.batch for point in (captured if captured is not None else points)})
     config = RunnerConfig(
-        max_num_requests=max(batches),
-        max_num_tokens=max(2048 if on_gpu else 64, max(batches)),
-        max_model_len=limit,
-        num_blocks=max(batches) * -(-(context + asked.long) // 16) + -(-limit // 16) + 1,
+        max_num_requests=largest,
+        max_num_tokens=max(chunk, largest),
+        max_model_len=length,
+        num_blocks=blocks + -(-length // 16) + 1,
         graphs="full_and_piecewise",
-        capture_sizes=None if on_gpu else tuple(batches),
+        capture_sizes=None if captured is None and on_gpu() else tuple(sizes),
         prefix_cache=False,
+        kv_cache_dtype="fp8" if asked.model in FP8 else "auto",
         freeze_heap=True,  # so do engines that serve, vLLM's too
     )
-    with report.phase("build"):
-        engine, _, start = build_engine(module, config)
+    begin = time.perf_counter()
+    engine, runner, start = build_engine(module, config)
+    if report is not None:
+        report.add("phase", name="build", seconds=time.perf_counter() - begin)
+        _add_start(report, start)
+    try:
+        yield Served(module, engine, runner)
+    finally:
+        engine.executor.shutdown()
+        del engine, runner, start
+        gc.unfreeze()
+        gc.collect()
+        if on_gpu():
+            torch.cuda.empty_cache()
+
+
+def _add_start(report: Report, start: Any) -> None:
     for name, seconds in start.seconds.items():
         report.add("phase", name=f"build: {name}", seconds=seconds)
-    if start.compile is not None:
-        for name, seconds in start.compile.seconds.items():
-            report.add("phase", name=f"compile: {name}", seconds=seconds)
+    for name, seconds in (start.compile.seconds if start.compile is not None else {}).items():
+        report.add("phase", name=f"compile: {name}", seconds=seconds)
     report.add("note", text=f"attention {start.attention}; launches {start.kernel_launches}")
+    if start.capture is not None and (taken := start.capture.memory) is not None:
+        count: dict[str, int] = {}
+        for entry in start.capture.entries:
+            count[entry.descriptor.mode.value] = count.get(entry.descriptor.mode.value, 0) + 1
+        predicted = None if taken.predicted is None else taken.predicted.total_bytes
+        report.add("graphs", count=count, bytes=taken.total_bytes, predicted=predicted, seconds=start.capture.seconds)
 
-    def generate(some: Prompts, tokens: int) -> None:
-        engine.generate(some, SamplingParams(max_tokens=tokens, ignore_eos=True))
 
-    with report.phase("first token"):
-        generate([[11, 12, 13]], 1)
-    report.add("phase", name="ready", seconds=time.perf_counter() - begin)
-    memory(report, "ready")
-    if asked.start_only:
+def piecewise(report: Report, served: Served, asked: argparse.Namespace, batch: int = 8) -> None:
+    """A row: the step of one batch size in piecewise graphs over the same in one full graph."""
+    from rung.cli.bench_decoder import SwitchedForward
+    from rung.runner import EagerForward
+
+    if batch not in numbers(asked.batches):
         return
-    steps(report, generate, asked)
-    if asked.prefill:
-        prefill(report, generate, asked, min(asked.prefill, limit - 1))
-    memory(report, "end")
+    runner, full = served.runner, served.runner.forward
+    with report.guarded("piecewise beside full"):
+        switched = SwitchedForward(EagerForward(served.module, runner.counters), full)
+        runner.forward = switched
+        found: dict[str, list[float]] = {"full": [], "piecewise": []}
+        try:
+            for draw, mode in enumerate(["full", "piecewise"] * asked.rounds):
+                switched.mode = mode
+                served.stamps.times.clear()
+                served.generate(prompts(batch, asked.context, asked.model, draw), asked.sweep_long)
+                times = steady(served.stamps.times, asked.sweep_long, -(-batch * asked.context // served.chunk) + 1)
+                found[mode].append((times[-1] - times[0]) / (len(times) - 1) * 1e3)
+        finally:
+            runner.forward = full
+        best = {mode: min(values) for mode, values in found.items()}
+        report.add("ratio", name=f"piecewise / full at {batch}", value=best["piecewise"] / best["full"], ms=best)
+
+
+def host(report: Report, served: Served, asked: argparse.Namespace) -> None:
+    """A row for the smallest and the largest batch: the host's time of a step, in us, without its wait for the device."""
+    from bench.host_profile import HostProfile
+
+    for batch in (min(numbers(asked.batches)), max(numbers(asked.batches))):
+        with report.guarded(f"host time at {batch}"):
+            profile = HostProfile(served.engine, served.runner)
+            with profile.recording():
+                served.generate(prompts(batch, asked.context, asked.model), asked.long)
+            report.add("host", batch=batch, us=profile.table()[-1][1])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-TARGETS = {"8b": "llama-8b", "135m": "smollm2-135m", "tiny": "tiny"}  # our names of them; "tiny" is for trying the scripts on a CPU
+# our names of them; "tiny" is for trying the scripts on a CPU
+TARGETS = {"8b": "llama-8b", "8b-fp8": "llama-8b", "135m": "smollm2-135m", "tiny": "tiny"}
+FP8 = ("8b-fp8",)  # with e4m3 weights and KV cache, which we alone run
 
 _COMMON = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,6 +60,7 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+HF_CONFIGS["8b-fp8"] = HF_CONFIGS["8b"]
 
 
 def prefill_operations(model: str, tokens: int) -> float:

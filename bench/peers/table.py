@@ -1,28 +1,31 @@
-"""The rows of all peers as one table beside the targets, and what their logs say."""
+"""The rows of all peers as tables beside the targets, narrow and few, and what their logs say."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-Rows = Sequence[dict[str, Any]]
+Row = dict[str, Any]
+Rows = Sequence[Row]
 
 # ms a decode step by batch size: gate, goal, and the limit of the hardware, on one H200
-STEP_TARGETS = {
+STEP_TARGETS: dict[str, dict[int, tuple[float, float, float]]] = {
     "8b": {1: (4.4, 4.0, 3.75), 8: (4.5, 4.1, 3.8), 64: (5.2, 4.8, 4.3), 256: (8.9, 8.3, 7.2)},
     "135m": {1: (0.75, 0.45, 0.30), 64: (1.0, 0.70, 0.45), 256: (1.6, 1.2, 0.8)},
+    "8b-fp8": {1: (2.8, 2.45, 1.91), 256: (6.0, 5.0, 3.3)},
 }
-# other rows: (model, kind, start, name of the row) to a text for gate and goal
-OTHER_TARGETS = {
-    ("8b", "cold", "build: compile"): (9.0, 6.0),
-    ("8b", "warm", "build: compile"): (3.0, 1.0),
-    ("8b", "cold", "build: capture"): (3.0, 2.0),
+# seconds of our start: (model, start, phase) to gate and goal
+START_TARGETS = {
+    ("8b", "cold", "compile"): (9.0, 6.0),
+    ("8b", "warm", "compile"): (3.0, 1.0),
+    ("8b", "cold", "capture"): (3.0, 2.0),
     ("8b", "cold", "import rung"): (0.2, 0.1),
 }
+HOST_TARGETS = {("135m", 1): (600, 300), ("135m", 256): (1400, 900)}  # us of a step
 PREFILL_PEAK = 790.0  # TFLOP/s, dense bf16 on random data
-PREFILL_TARGETS = (0.70, 0.85)
 
+_ORDER = ("ours", "vllm", "vllm-processes", "reduce-overhead", "transformers")
 _IN_LOGS = {  # lines of vLLM's log
     "log: trace": r"Dynamo bytecode transform time: ([\d.]+) s",
     "log: compile": r"torch\.compile (?:takes|took) ([\d.]+) s",
@@ -31,11 +34,16 @@ _IN_LOGS = {  # lines of vLLM's log
     "log: engine": r"init engine .*? took ([\d.]+) s",
 }
 _GRAPH_MEMORY = r"Graph capturing finished in .*?took (-?[\d.]+) GiB"
+# of a start, in its order; what is not of a peer is left out
+_PHASES = (
+    "import torch, import rung, import vllm, import transformers, weights, build, build: compile, compile: import Inductor, "
+    "compile: import Dynamo, build: capture, log: trace, log: compile, log: capture, log: engine, first token, ready"
+)
 
 
-def log_rows(text: str) -> list[dict[str, Any]]:
+def log_rows(text: str) -> list[Row]:
     """Phases and the memory of graphs from a log."""
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     for name, pattern in _IN_LOGS.items():
         if (match := re.search(pattern, text)) is not None:
             found.append({"kind": "phase", "name": name, "seconds": float(match.group(1))})
@@ -45,86 +53,127 @@ def log_rows(text: str) -> list[dict[str, Any]]:
 
 
 def render(rows: Rows) -> str:
-    """Plain text: steps, prefill, start-up, memory, failures."""
+    """Plain text: for each model steps, other figures, start-up and memory; then the sweep and what failed."""
     parts = []
     for model in dict.fromkeys(row["model"] for row in rows):
         of_model = [row for row in rows if row["model"] == model]
-        parts += [_steps(model, of_model), _prefill(model, of_model), _phases(model, of_model), _memory(model, of_model)]
-    failed = [f"{row['model']} {row['peer']} {row['start']}: {row['what']}: {row['error']}" for row in rows if row["kind"] == "failure"]
+        parts += [part(model, of_model) for part in (_steps, _other, _starts, _sweep)]
+    failed = [
+        f"{row['model']} {row['peer']} {row['start']}: {row['what']}: {row['error']}"[:600] for row in rows if row["kind"] == "failure"
+    ]
     return "\n\n".join(part for part in [*parts, "\n".join(failed)] if part)
 
 
+def _of(rows: Rows, kind: str) -> list[Row]:
+    return [row for row in rows if row["kind"] == kind]
+
+
+def _peers(rows: Iterable[Row]) -> list[str]:
+    """Ours first, the others in one order, whichever ended first."""
+    return sorted({row["peer"] for row in rows}, key=lambda peer: (_ORDER.index(peer) if peer in _ORDER else len(_ORDER), peer))
+
+
 def _steps(model: str, rows: Rows) -> str:
-    steps = [row for row in rows if row["kind"] == "step"]
-    columns = sorted({(row["context"], row["batch"]) for row in steps})
+    """Wall time, its spread where it is beyond 1 %, and the time in which the device was busy."""
+    steps = _of(rows, "step")
+    columns = sorted({row["batch"] for row in steps})
     if not columns:
         return ""
-    lines = [("ms a step, wall / kernels", *(f"B={batch} at {context}" for context, batch in columns))]
-    for peer in dict.fromkeys(row["peer"] for row in steps):
-        found = {(row["context"], row["batch"]): row for row in steps if row["peer"] == peer}
-        lines.append((peer, *(_step(found.get(column)) for column in columns)))
-    targets = STEP_TARGETS.get(model, {})
+    busy = {(row["peer"], row["batch"]): row for row in _of(rows, "kernels")}
+    lines = [(f"{model}: ms a step | busy", *(f"B={batch}" for batch in columns))]
+    for peer in _peers(steps):
+        found = {row["batch"]: row for row in steps if row["peer"] == peer}
+        device = next((row["device"] for row in found.values()), "")
+        cells = (_step(found.get(batch), busy.get((peer, batch))) for batch in columns)
+        lines.append((f"{peer} (device {device})" if device else peer, *cells))
     for at, name in enumerate(("gate", "goal", "limit")):
-        lines.append((name, *(f"{targets[batch][at]:g}" if context == 128 and batch in targets else "-" for context, batch in columns)))
-    best = [_ratio(steps, column) for column in columns]
-    lines.append(("ours / best vLLM", *best))
-    return _table(f"{model}: decode", lines)
+        if targets := STEP_TARGETS.get(model):
+            lines.append((name, *(f"{targets[batch][at]:g}" if batch in targets else "-" for batch in columns)))
+    if any(row["peer"].startswith("vllm") for row in steps):
+        lines.append(("ours / best vLLM", *(_ratio([row for row in steps if row["batch"] == batch]) for batch in columns)))
+    kernels = [busy.get(("ours", batch)) for batch in columns]
+    lines.append(("ours, kernels a step", *("-" if row is None else f"{row['kernels']:.0f}" for row in kernels)))
+    return _table(lines)
 
 
-def _step(row: dict[str, Any] | None) -> str:
+def _step(row: Row | None, busy: Row | None) -> str:
     if row is None:
         return "-"
-    return f"{row['wall_ms']:.3f} / {row['device_ms']:.3f}" if "device_ms" in row else f"{row['wall_ms']:.3f} / -"
+    wide = row["max_ms"] - row["min_ms"] > 0.01 * row["wall_ms"]
+    spread = f" ({row['min_ms']:.3f} to {row['max_ms']:.3f})" if wide else ""
+    return f"{row['wall_ms']:.3f}{spread} | " + ("-" if busy is None else f"{busy['device_ms']:.3f}")
 
 
-def _ratio(steps: Rows, column: tuple[int, int]) -> str:
-    at = [row for row in steps if (row["context"], row["batch"]) == column]
-    ours = [row["wall_ms"] for row in at if row["peer"] == "ours"]
-    theirs = [row["wall_ms"] for row in at if row["peer"].startswith("vllm")]
+def _ratio(rows: Rows) -> str:
+    ours = [row["wall_ms"] for row in rows if row["peer"] == "ours"]
+    theirs = [row["wall_ms"] for row in rows if row["peer"].startswith("vllm")]
     return f"{min(ours) / min(theirs):.3f}" if ours and theirs else "-"
 
 
-def _prefill(model: str, rows: Rows) -> str:
+def _other(model: str, rows: Rows) -> str:
+    """A line for each figure beside its gate and goal."""
+    gated = model == "8b"
     lines = [
-        (row["peer"], str(row["tokens"]), f"{row['ms']:.1f}", f"{row['tflops']:.0f}", f"{row['tflops'] / PREFILL_PEAK:.1%}")
-        for row in rows
-        if row["kind"] == "prefill"
+        f"{row['peer']}: prompt of {row['tokens']}: {row['ms']:.1f} ms, {row['tflops']:.0f} TFLOP/s, {row['tflops'] / PREFILL_PEAK:.1%}"
+        + (" (gate 70 %, goal 85 %)" if gated else "")
+        for row in _of(rows, "prefill")
     ]
-    if not lines:
-        return ""
-    gate, goal = PREFILL_TARGETS
-    lines.append(("gate, goal", "", "", "", f"{gate:.0%}, {goal:.0%}" if model == "8b" else "-"))
-    return _table(f"{model}: one prompt", [("peer", "tokens", "ms", "TFLOP/s", "of 790"), *lines])
+    beside = " (gate 1.06, goal 1.03)" if gated else ""
+    lines += [f"{row['peer']}: {row['name']}: {row['value']:.3f}{beside}" for row in _of(rows, "ratio")]
+    for row in _of(rows, "host"):
+        targets = HOST_TARGETS.get((model, row["batch"]))
+        beside = f" (gate {targets[0]}, goal {targets[1]})" if targets else ""
+        lines.append(f"{row['peer']}: host us a step at {row['batch']}: {row['us']:.0f}{beside}")
+    for row in _of(rows, "graphs"):
+        if row["start"] == "cold":
+            graphs = " + ".join(f"{count} {mode}" for mode, count in row["count"].items())
+            predicted = "" if row["predicted"] is None else f", predicted {row['predicted'] / 2**30:.3f}"
+            beside = " (gate 3 s, 0.45 GiB within 10 %; goal 2 s, 0.30)" if gated else ""
+            lines.append(f"{row['peer']}: {graphs} graphs: {row['seconds']:.2f} s, {row['bytes'] / 2**30:.3f} GiB{predicted}{beside}")
+    memory = [row for row in _of(rows, "memory") if row["start"] == "cold"]
+    for peer in _peers(memory):
+        mine = [f"{row['name']} {row['device_bytes'] / 2**30:.2f}" for row in memory if row["peer"] == peer]
+        lines.append(f"{peer}: GiB of the device: " + ", ".join(mine))
+    return "\n".join(f"{model}, {line}" for line in lines)
 
 
-def _phases(model: str, rows: Rows) -> str:
-    phases = [row for row in rows if row["kind"] == "phase"]
+def _starts(model: str, rows: Rows) -> str:
+    """A line for each start."""
+    phases = _of(rows, "phase")
     lines = []
-    for peer in dict.fromkeys(row["peer"] for row in phases):
-        of_peer = [row for row in phases if row["peer"] == peer]
-        for name in dict.fromkeys(row["name"] for row in of_peer):
-            seconds = {row["start"]: row["seconds"] for row in of_peer if row["name"] == name}
-            goals = [
-                f"{start} {gate:g}, {goal:g}"
-                for (of, start, phase), (gate, goal) in OTHER_TARGETS.items()
-                if peer == "ours" and of == model and phase == name
-            ]
-            lines.append(
-                (peer, name, *(f"{seconds[start]:.2f}" if start in seconds else "-" for start in ("cold", "warm")), "; ".join(goals))
-            )
-    return _table(f"{model}: start-up, s", [("peer", "phase", "cold", "warm", "gate, goal"), *lines]) if lines else ""
+    for peer, start in ((peer, start) for peer in _peers(phases) for start in ("cold", "warm")):
+        found = {row["name"]: row["seconds"] for row in phases if (row["peer"], row["start"]) == (peer, start)}
+        parts: list[str] = []
+        for name in (name for name in _PHASES.split(", ") if found.get(name, 0.0) >= 0.005):
+            short = name.split(": ")[-1]
+            target = START_TARGETS.get((model, start, short)) if peer == "ours" and not name.startswith("log") else None
+            parts.append(f"{short} {found[name]:.2f}" + (f" (gate {target[0]:g}, goal {target[1]:g})" if target else ""))
+        lines += [f"{model}, {peer} {start}, s: " + ", ".join(parts)] if parts else []
+    return "\n".join(lines)
 
 
-def _memory(model: str, rows: Rows) -> str:
-    lines = [
-        (row["peer"], row["name"], f"{row['device_bytes'] / 2**30:.2f}", f"{row.get('peak_bytes', 0) / 2**30:.2f}")
-        for row in rows
-        if row["kind"] == "memory" and row["start"] == "cold"
-    ]
-    return _table(f"{model}: memory, GiB", [("peer", "when", "device", "peak of tensors"), *lines]) if lines else ""
+def _sweep(model: str, rows: Rows) -> str:
+    """A line for each point; `*` marks three parts of one run, else there are three runs."""
+    found = _of(rows, "sweep")
+    peers = _peers(found)
+    if not found:
+        return ""
+    lines = [(f"{model}: sweep, ms (least to most)", *peers, "ours / vLLM")]
+    least = min(row["context"] for row in found)
+
+    def place(row: Row) -> tuple[bool, int, int]:
+        return row["context"] != least, row["batch"], row["context"]
+
+    for _, batch, context in dict.fromkeys(place(row) for row in sorted(found, key=place)):
+        at = {row["peer"]: row for row in found if (row["batch"], row["context"]) == (batch, context)}
+        cells = [
+            "-" if row is None else f"{row['wall_ms']:.3f} ({row['min_ms']:.3f} to {row['max_ms']:.3f})" + "*" * (row["runs"] == "parts")
+            for row in map(at.get, peers)
+        ]
+        lines.append((f"B={batch} at {context}", *cells, _ratio(list(at.values()))))
+    return _table(lines)
 
 
-def _table(title: str, lines: Sequence[Sequence[str]]) -> str:
+def _table(lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    body = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([title, *body])
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines)

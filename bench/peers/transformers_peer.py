@@ -12,7 +12,8 @@ import statistics
 import time
 from typing import Any
 
-from bench.peers.measure import Prompts, Report, kernel_ms, memory, numbers, on_gpu, options, prefill, prompts, shape_of, steps
+from bench.peers.asked import numbers, options, shape_of
+from bench.peers.measure import Prompts, Report, busy, kernels, memory, on_gpu, prefill, prompts, steps
 
 _CALLS = 40
 
@@ -41,10 +42,9 @@ def main() -> None:
 
         def generate(some: Prompts, tokens: int) -> None:
             ids = torch.tensor(some, device=model.device)
-            length = -(-(ids.shape[1] + asked.long) // 256) * 256
+            length = -(-(max(ids.shape[1], asked.context) + asked.long) // 256) * 256  # one for all decode rows: each is a compile
             key = (ids.shape[0], length)
             if key not in caches:
-                caches.clear()  # one at a time
                 caches[key] = _cache(model, length)
             caches[key].reset()
             out = model.generate(
@@ -69,12 +69,13 @@ def main() -> None:
         if asked.prefill:
             prefill(report, generate, asked, min(asked.prefill, config["max_position_embeddings"] - asked.long))
         memory(report, "end")
+        kernels(report, generate, asked)
 
 
 def _bare(report: Report, model: Any, batch: int, asked: Any) -> None:
     import torch
 
-    context = max(numbers(asked.contexts))
+    context = asked.context
     cache = _cache(model, context + 4 * _CALLS + 64)
     ids = torch.tensor(prompts(batch, context, asked.model), device=model.device)
     place = _cache_name(model)
@@ -100,11 +101,10 @@ def _bare(report: Report, model: Any, batch: int, asked: Any) -> None:
         if on_gpu():
             torch.cuda.synchronize()
         found.append((time.perf_counter() - start) / _CALLS * 1e3)
-    row = {"batch": batch, "context": context, "wall_ms": statistics.median(found), "min_ms": min(found), "max_ms": max(found)}
+    report.add("step", batch=batch, context=context, wall_ms=statistics.median(found), min_ms=min(found), max_ms=max(found))
     if on_gpu():
-        busy, count = kernel_ms(lambda: calls(8))
-        row |= {"device_ms": busy / 8, "kernels": count / 8}
-    report.add("step", **row)
+        milliseconds, count = busy(lambda: calls(8))
+        report.add("kernels", batch=batch, context=context, device_ms=milliseconds / 8, kernels=count / 8)
     torch.compiler.reset()
 
 

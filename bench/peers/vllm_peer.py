@@ -1,6 +1,7 @@
 """vLLM as a peer, through its public API with random weights: `python -m bench.peers.vllm_peer --model 8b --out vllm.json`.
 
-`VLLM_ENABLE_V1_MULTIPROCESSING=0` in the environment keeps the engine in this process, where its kernels can be timed."""
+`VLLM_ENABLE_V1_MULTIPROCESSING=0` in the environment keeps the engine in this process, where its kernels can be timed. What its compile
+cache hashes is the same in every start: the model's folder, the longest request, the largest batch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.peers.measure import Prompts, Report, max_model_len, memory, numbers, options, prefill, shape_of, steps
+from bench.peers.asked import batch_points, context_points, max_len, max_requests, options, shape_of
+from bench.peers.measure import Prompts, Report, Stamps, kernels, memory, prefill, steps, sweep
 
 
 def main() -> None:
@@ -22,35 +24,51 @@ def main() -> None:
     with report.phase("import vllm"):
         from vllm import LLM, SamplingParams
     one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
-    limit = max_model_len(asked)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shape_of(asked)))
-        with report.phase("build"):
-            llm = LLM(
-                model=folder,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                dtype="bfloat16",
-                max_model_len=limit,
-                max_num_seqs=max(numbers(asked.batches)),
-                gpu_memory_utilization=asked.memory,
-                enable_prefix_caching=False,
-            )
+    limit = max_len(asked)
+    folder = Path(os.environ.get("VLLM_CACHE_ROOT") or tempfile.mkdtemp()) / f"shape-{asked.model}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape_of(asked)))
+    with report.phase("build"):
+        llm = LLM(
+            model=str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=limit,
+            max_num_seqs=max_requests(asked),
+            gpu_memory_utilization=asked.memory,
+            enable_prefix_caching=False,
+        )
 
-        def generate(some: Prompts, tokens: int) -> None:
-            params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, detokenize=False)
-            llm.generate([{"prompt_token_ids": one} for one in some], params, use_tqdm=False)
+    def generate(some: Prompts, tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, detokenize=False)
+        llm.generate([{"prompt_token_ids": one} for one in some], params, use_tqdm=False)
 
-        with report.phase("first token"):
-            generate([[11, 12, 13]], 1)
-        report.add("phase", name="ready", seconds=time.perf_counter() - begin)
-        memory(report, "ready")
-        if asked.start_only:
-            return
-        steps(report, generate, asked, profiled=one_process)
-        if asked.prefill:
-            prefill(report, generate, asked, min(asked.prefill, limit - 1))
-        memory(report, "end")
+    with report.phase("first token"):
+        generate([[11, 12, 13]], 1)
+    report.add("phase", name="ready", seconds=time.perf_counter() - begin)
+    memory(report, "ready")
+    if asked.start_only:
+        return
+    steps(report, generate, asked)
+    chunk = _chunk(llm)
+    report.add("note", text=f"max_model_len {limit}, {chunk} tokens a step at most")
+    stamps = Stamps(llm.llm_engine)
+    sweep(report, generate, stamps, asked, batch_points(asked), chunk, max_model_len=limit)
+    if asked.prefill:
+        prefill(report, generate, asked, asked.prefill)
+    sweep(report, generate, stamps, asked, context_points(asked), chunk, max_model_len=limit)
+    memory(report, "end")
+    if one_process:
+        kernels(report, generate, asked)
+
+
+def _chunk(llm: object) -> int:
+    """Tokens of a step, vLLM's default for this device; a guess below all defaults where this version does not tell."""
+    try:
+        return int(llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens)  # type: ignore[attr-defined]
+    except AttributeError:
+        return 2048
 
 
 if __name__ == "__main__":

@@ -1,0 +1,200 @@
+"""`bench.peers` without its peers: which steps of a generation count, what runs in which order, and tables of runs that went wrong."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.peers import jobs
+from bench.peers.__main__ import Queue, arguments, shares
+from bench.peers.asked import Point, context_points, cores, max_len, max_requests, prefills
+from bench.peers.jobs import Job, command_of, environment_of, plan
+from bench.peers.measure import Stamps, prompts, steady, swept
+from bench.peers.table import log_rows, render
+from bench.sweep import write
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    monkeypatch.setattr("sys.argv", ["peers", "--vllm-path", "somewhere:else", "--devices", "0,1"])
+    return arguments()
+
+
+class Simulated:
+    """An engine whose steps take no time but say what they did; it computes `chunk` tokens in a step, decodes first."""
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+        self.left: list[list[int]] = []  # [prompt tokens, tokens to generate]
+        self.decoding: list[int] = []  # requests that got a token, by step
+
+    def step(self) -> None:
+        budget, served = self.chunk, 0
+        for one in self.left:
+            if one[0] == 0:
+                one[1] -= 1
+                budget -= 1
+                served += 1
+        for one in self.left:
+            taken = min(one[0], max(budget, 0))
+            one[0] -= taken
+            budget -= taken
+            if taken and one[0] == 0:
+                one[1] -= 1
+                served += 1
+        self.left = [one for one in self.left if one[1] > 0]
+        self.decoding.append(served)
+
+    def generate(self, some: list[list[int]], tokens: int) -> None:
+        self.decoding.append(0)  # a first call that only enqueues
+        stamp = self.step  # replaced by `Stamps`
+        self.left = [[len(one), tokens] for one in some]
+        while self.left:
+            stamp()
+
+
+@pytest.mark.parametrize(("batch", "context", "chunk"), [(1, 16, 64), (8, 16, 64), (12, 40, 64), (3, 200, 64)])
+def test_only_steps_in_which_every_request_decodes_count(batch: int, context: int, chunk: int) -> None:
+    engine, tokens = Simulated(chunk), 60
+    stamps = Stamps(engine)
+    engine.generate(prompts(batch, context, "tiny"), tokens)
+    steps = prefills(Point(batch, context), chunk)
+    numbered = steady(range(len(stamps.times)), tokens, steps)  # type: ignore[arg-type]
+    assert len(numbered) >= tokens - steps - 4
+    assert all(engine.decoding[1:][int(at)] == batch for at in numbered)
+
+
+def test_calls_that_are_no_steps_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="calls of step"):
+        steady([0.0] * 200, 60, 2)
+
+
+def test_a_heavy_point_is_prefilled_once_and_has_its_spread_from_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = argparse.Namespace(sweep_long=60, rounds=3, model="tiny")
+    for heavy, expected in ((10, 1), (10**6, 3)):
+        monkeypatch.setattr("bench.peers.measure.HEAVY", heavy)
+        engine, calls = Simulated(64), []
+        stamps = Stamps(engine)
+
+        def generate(some: list[list[int]], tokens: int, engine: Simulated = engine, calls: list[int] = calls) -> None:
+            calls.append(tokens)
+            engine.generate(some, tokens)
+
+        row = swept(generate, stamps, asked, Point(4, 16), 64)
+        assert len(calls) == expected
+        assert row["runs"] == ("parts" if expected == 1 else "runs")
+        assert row["min_ms"] <= row["wall_ms"] <= row["max_ms"]
+
+
+def test_ours_and_vllm_begin_together_and_nothing_starts_before_its_caches(options: argparse.Namespace) -> None:
+    found = plan(options)
+    assert [job.tag for job in found[:2]] == ["8b-ours-cold", "8b-vllm-cold"]
+    at = {job.tag: number for number, job in enumerate(found)}
+    assert all(job.after is None or at[job.after] < at[job.tag] for job in found)
+    assert next(job for job in found if job.peer == "vllm-processes").after == "8b-vllm-cold"
+    assert [job.tag for job in found if job.model == "8b-fp8"] == ["8b-fp8-ours-cold"]
+
+
+def test_every_start_of_a_model_asks_for_the_same_sizes(options: argparse.Namespace) -> None:
+    commands = [command_of(job, options, Path("rows"), "0-3") for job in plan(options) if job.model == "8b"]
+    for name in ("--max-len", "--max-requests", "--positions"):
+        assert len({command[command.index(name) + 1] for command in commands}) == 1
+    whole = jobs.of_model("ours", "8b", options)
+    assert max_requests(whole) == 512
+    assert max_len(whole) > 32768
+    assert [point.batch * point.context for point in context_points(whole)][-1] == 8 * 32768
+
+
+def test_processes_of_vllm_share_caches_and_see_their_device(options: argparse.Namespace, tmp_path: Path) -> None:
+    one, other = (environment_of(Job(name, "8b", "cold", None, 1.0), "1", options, tmp_path) for name in ("vllm", "vllm-processes"))
+    assert one["VLLM_CACHE_ROOT"] == other["VLLM_CACHE_ROOT"]
+    assert one["CUDA_VISIBLE_DEVICES"] == "1"
+    assert one["PYTHONPATH"].startswith("somewhere:else:")
+    assert one["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in {**other} or other["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0"
+
+
+def job(peer: str, start: str, after: str | None, seconds: float = 1.0) -> Job:
+    return Job(peer, "tiny", start, after, seconds)
+
+
+def test_a_device_takes_the_next_job_whose_caches_are_there() -> None:
+    cold, warm, other = job("ours", "cold", None), job("ours", "warm", "tiny-ours-cold"), job("vllm", "cold", None)
+    queue = Queue([cold, warm, other], time.perf_counter() + 100)
+    assert queue.take() is cold
+    assert queue.take() is other  # the warm start waits
+    queue.over(cold, ready=True)
+    assert queue.take() is warm
+    assert queue.take() is None
+    assert queue.left_out == []
+
+
+def test_what_does_not_fit_is_left_out_and_so_are_warm_starts_behind_a_failure() -> None:
+    cold, long, warm = job("ours", "cold", None), job("vllm", "cold", None, 1000.0), job("ours", "warm", "tiny-ours-cold")
+    behind = job("vllm", "warm", "tiny-vllm-cold")
+    queue = Queue([cold, long, warm, behind], time.perf_counter() + 100)
+    assert queue.take() is cold
+    queue.over(cold, ready=False)
+    assert queue.take() is None
+    assert {one.tag for one in queue.left_out} == {long.tag, warm.tag, behind.tag}
+
+
+def row(kind: str, peer: str = "ours", **values: Any) -> dict[str, Any]:
+    return {"kind": kind, "peer": peer, "model": "8b", "start": "cold", "device": "0", **values}
+
+
+def test_figures_stand_beside_their_targets_and_a_failure_costs_only_its_own() -> None:
+    rows = [
+        row("step", batch=1, context=128, wall_ms=4.0, min_ms=3.99, max_ms=4.01),
+        row("step", "vllm", batch=1, context=128, wall_ms=5.0, min_ms=4.8, max_ms=5.1),
+        row("step", batch=8, context=128, wall_ms=4.2, min_ms=4.2, max_ms=4.2),
+        row("kernels", batch=1, context=128, device_ms=3.9, kernels=231.0),
+        row("prefill", tokens=8192, ms=200.0, max_ms=201.0, tflops=660.0),
+        row("phase", name="build: compile", seconds=8.0),
+        row("failure", "vllm", what="process", error="ran past 1 s"),
+        row("sweep", batch=1, context=128, wall_ms=4.0, min_ms=4.0, max_ms=4.1, runs="runs"),
+        row("sweep", batch=8, context=32768, wall_ms=6.0, min_ms=6.0, max_ms=6.1, runs="parts"),
+    ]
+    text = render(rows)
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert lines["gate"].split() == ["gate", "4.4", "4.5"]
+    assert lines["ours / best vLLM"].split()[-2:] == ["0.800", "-"]
+    assert "4.000 | 3.900" in lines["ours (device 0)"]
+    assert "5.000 (4.800 to 5.100)" in lines["vllm (device 0)"]
+    assert "83.5% (gate 70 %, goal 85 %)" in text
+    assert "compile 8.00 (gate 9, goal 6)" in text
+    assert "6.000 (6.000 to 6.100)*" in lines["B=8 at 32768"]
+    assert "8b vllm cold: process: ran past 1 s" in text
+    assert max(map(len, text.splitlines())) < 200
+
+
+def test_a_run_without_any_row_still_says_so(tmp_path: Path) -> None:
+    assert render([row("failure", what="process", error="ended with 1")]) == "8b ours cold: process: ended with 1"
+    assert write([], tmp_path) == "no row of a sweep"
+
+
+def test_the_sweep_is_written_as_csv(tmp_path: Path) -> None:
+    said = write([row("sweep", batch=1, context=128, wall_ms=4.0, min_ms=4.0, max_ms=4.1, runs="runs", max_model_len=4096)], tmp_path)
+    assert said.startswith("1 rows in sweep.csv")
+    header, only = (tmp_path / "sweep.csv").read_text().splitlines()
+    assert dict(zip(header.split(","), only.split(","), strict=True))["wall_ms"] == "4.0"
+
+
+def test_vllms_log_gives_its_phases() -> None:
+    log = """INFO Dynamo bytecode transform time: 7.05 s
+INFO torch.compile took 19.40 s in total
+INFO Graph capturing finished in 5 secs, took 0.59 GiB
+INFO init engine (profile, create kv cache, warmup model) took 33.20 s (compilation: 19.40 s)"""
+    found = {one["name"]: one.get("seconds", one.get("device_bytes")) for one in log_rows(log)}
+    assert found == {"log: trace": 7.05, "log: compile": 19.4, "log: capture": 5.0, "log: engine": 33.2, "graphs": 0.59 * 2**30}
+
+
+def test_processors_are_named_by_ranges_and_shared_out() -> None:
+    assert cores("0-2,7") == {0, 1, 2, 7}
+    with pytest.raises(argparse.ArgumentTypeError):
+        cores("a-b")
+    assert shares(1) == [""]

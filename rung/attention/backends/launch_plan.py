@@ -38,8 +38,10 @@ def plan_launch(
     block_size: int,
     processors: int,
     element_size: int = 2,
+    kept_size: int = 2,
 ) -> Launch:
-    """The launch for a batch on a device of `processors` multiprocessors; `block_size` 0 is the flat batch. Found on an H200 with
+    """The launch for a batch on a device of `processors` multiprocessors; `block_size` 0 is the flat batch, `element_size` the
+    bytes of a query's number, `kept_size` of a cached one, which changes tiles and nothing of where they change. Found on an H200 with
     `bench.attention_sweep`.
 
     Decode reads each key once for one group of heads and is bound by the bytes in flight, so programs share a multiprocessor: where there
@@ -67,7 +69,8 @@ def plan_launch(
     if block_m == 16 and room < programs <= 4 * room:
         block_n, num_warps = 32, 2
     elif block_m == 16 and programs > room and columns <= 128 and element_size == 2 and block_size % 64 and max_seq_len <= _TRIED_SMALL:
-        block_n, num_warps, num_stages = 16, 1, 4
+        # bf16: less shared memory, so that more programs share a multiprocessor; e4m3: a page a tile costs the fewest instructions.
+        block_n, num_warps, num_stages = (32, 1, 2) if kept_size > 1 else (16, 1, 4)
     block_n = max(16, min(block_n, 8192 // columns) * 2 // element_size)
     reach = max_seq_len if spec.sliding_window is None else min(max_seq_len, spec.sliding_window + block_q)
     splits = max(1, min(room // programs, -(-reach // _KEYS_A_SPLIT), MAX_SPLITS))

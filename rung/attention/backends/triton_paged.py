@@ -193,7 +193,7 @@ class TritonPaged(AttentionBackend):
         num_tokens, num_heads, head_size = query.shape
         if num_tokens == 0:
             return
-        spec, launch = self.spec, self.launch or self._plan(query, metadata, block_size)
+        spec, launch = self.spec, self.launch or self._plan(query, keys, metadata, block_size)
         scales, sums = self._workspace(query, launch.splits)
         columns = padded(head_size)
         blocks = query_blocks(num_tokens, metadata.num_requests, launch.block_q)
@@ -219,7 +219,7 @@ class TritonPaged(AttentionBackend):
                 EARLY=early, num_warps=2, launch_pdl=early,
             )  # fmt: skip
 
-    def _plan(self, query: torch.Tensor, metadata: AttentionMetadata, block_size: int) -> Launch:
+    def _plan(self, query: torch.Tensor, keys: torch.Tensor, metadata: AttentionMetadata, block_size: int) -> Launch:
         if self.batch_invariant:
             return invariant_launch(self.spec, query.element_size())
         return plan_launch(
@@ -231,6 +231,7 @@ class TritonPaged(AttentionBackend):
             block_size=block_size,
             processors=_processors(query.device),
             element_size=query.element_size(),
+            kept_size=keys.element_size(),
         )
 
     @staticmethod

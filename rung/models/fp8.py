@@ -54,6 +54,12 @@ class FP8Linear(nn.Module):
         result: torch.Tensor = torch.ops.rung.fp8_linear(values, scale, self.weight, self.weight_scale, self.bias, x.dtype)
         return result
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any, **named: Any) -> None:
+        given, own = state_dict.get(f"{prefix}input_scale"), self.input_scale
+        if given is not None and own is not None and (own.is_meta or given.is_meta or not torch.equal(given.to(own), own)):
+            self.input_scale = _parameter(torch.empty_like(own))  # another layer may share the old one
+        super()._load_from_state_dict(state_dict, prefix, *more, **named)
+
     def __getstate__(self) -> dict[str, Any]:
         # torch 2.13 cannot unpickle an e4m3 tensor outside of torch.save: its storages have no type that the old format knows.
         state = self.__dict__.copy()
@@ -91,8 +97,9 @@ def quantize_fp8(
 
     "per_token" has a weight scale for each output, and a scale for each row of activations; "per_tensor" one weight scale for a layer;
     "group128" one for each square of 128 x 128 of a weight and for each 128 activations of a row. `input_scales` (the largest magnitude of
-    a layer's input / 448) makes the quantisation of activations static, by the layer's name; not for "group128". `skip` are the last
-    components, or full names, of layers that stay. Raises `ConfigError` before anything is changed."""
+    a layer's input / 448) makes the quantisation of activations static, by the layer's name; not for "group128". Layers of one module with
+    the same scale share the parameter, so that rows that several of them read are quantised once. `skip` are the last components, or full
+    names, of layers that stay. Raises `ConfigError` before anything is changed."""
     if scheme not in get_args(Scheme):
         raise ConfigError(f"scheme must be one of {', '.join(get_args(Scheme))}; got {scheme!r}", hint="use 'per_token' if unsure")
     given, left = dict(input_scales or {}), set(skip)
@@ -107,9 +114,12 @@ def quantize_fp8(
         _check(name, module, scheme)
     _check_input_scales(given, linears, scheme)
     made: dict[str, FP8Linear] = {}
+    shared: dict[tuple[str, float, torch.device], nn.Parameter | None] = {}
     for name, module in linears.items():
         made[name] = FP8Linear.from_linear(module, scheme, given.get(name))
         parent, _, child = name.rpartition(".")
+        if name in given:
+            made[name].input_scale = shared.setdefault((parent, given[name], module.weight.device), made[name].input_scale)
         setattr(model.get_submodule(parent), child, made[name])
     return made
 

@@ -73,6 +73,24 @@ def test_state_and_pickle_keep_the_layers() -> None:
         assert torch.equal(logits(copy), logits(model))
 
 
+def test_layers_of_one_module_share_a_scale_until_they_are_given_different_ones() -> None:
+    model, linears = Siblings(), ("q", "k", "v")
+    quantize_fp8(model, "per_tensor", input_scales={"q": 0.5, "k": 0.5, "v": 0.25})
+    assert model.q.input_scale is model.k.input_scale
+    assert model.v.input_scale is not model.q.input_scale
+    state = model.state_dict()
+    model.load_state_dict(state)
+    assert model.q.input_scale is model.k.input_scale  # nothing different came
+    model.load_state_dict(state | {"k.input_scale": torch.tensor([0.125])})
+    assert [float(model.get_submodule(name).input_scale) for name in linears] == [0.5, 0.125, 0.25]  # type: ignore[arg-type]
+
+
+class Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 16) for _ in range(3))
+
+
 def logits(model: LlamaForCausalLM) -> torch.Tensor:
     ids = torch.arange(5, 25)
     bind_dense(model, len(ids))

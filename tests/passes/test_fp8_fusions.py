@@ -97,6 +97,20 @@ def test_a_layer_of_transformers_has_norm_quant_twice_and_act_quant_once(archite
         torch.testing.assert_close(graph(*inputs, *module.parameters()), module(*inputs), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
+def test_a_layer_of_transformers_with_static_scales_has_norm_quant_twice_and_act_quant_once(architecture: str) -> None:
+    """Calibration gives queries, keys and values the same scale, and gate and up."""
+    module = layers(architecture, torch.bfloat16)
+    names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    quantize_fp8(module, "per_tensor", input_scales=dict.fromkeys(names, 0.02))
+    inputs = [torch.randn(1, 6, size).bfloat16() for size in (SIZES["hidden_size"], SIZES["head_dim"], SIZES["head_dim"])]
+    with torch.no_grad():
+        graph = traced_module(module, *inputs)
+        found = run(graph, rms_norm(), act_mul(), qk_norm_rope(), FlatRows(), Duplicates(), norm_quant(), act_quant(), add_norm())
+        assert (found["norm_quant_static"], found["silu_mul_quant_static"], found["duplicates"]) == (2, 1, 3)
+        torch.testing.assert_close(graph(*inputs, *module.parameters()), module(*inputs), atol=2e-2, rtol=2e-2)
+
+
 def test_what_a_norm_or_activation_quantises_for_products_is_left_to_them() -> None:
     """Joined with each product it would be quantised once for each of them."""
     module = layers("Llama", torch.bfloat16)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from rung.models.llama import LlamaMLP, RMSNorm
 from rung.models.random import SHAPES
 from rung.passes.fusion import FlatRows, Projections, act_mul, rms_norm
 from rung.passes.fusion.projections import takes
-from rung.passes.ir import IROp
+from rung.passes.ir import IROp, fp8_quant_static
 from rung.passes.lowering import lower
-from tests.passes.graphs import run, traced_module
+from tests.passes.graphs import run, same, traced, traced_module
 from tests.passes.test_fusions import SIZES, layers
 
 TINY = SHAPES["tiny"]
@@ -66,14 +67,24 @@ def joined(
 @pytest.mark.parametrize(
     ("case", "counts"),
     [
-        ("", {"linear_norm_linear": 2, "norm_linear": 0, "linear": 0}),
-        ("product is scaled", {"linear_norm_linear": 1, "norm_linear": 1, "linear": 1}),
-        ("norm is used", {"linear_norm_linear": 1, "norm_linear": 0, "linear": 2, "near miss: a norm before a product has other users": 1}),
+        ("", {"linear_norm_linear": 2, "norm_linear": 0, "linear_norm": 0, "linear": 0}),
+        ("product is scaled", {"linear_norm_linear": 1, "norm_linear": 1, "linear_norm": 0, "linear": 1}),
+        (
+            "norm is used",
+            {
+                "linear_norm_linear": 1,
+                "norm_linear": 0,
+                "linear_norm": 1,
+                "linear": 1,
+                "near miss: a norm before a product has other users": 1,
+            },
+        ),
         (
             "sum is used early",
             {
                 "linear_norm_linear": 1,
                 "norm_linear": 1,
+                "linear_norm": 0,
                 "linear": 1,
                 "near miss: the sum before a norm is used before the product behind the norm": 1,
             },
@@ -90,7 +101,7 @@ def test_joined_block_means_the_same(case: str, counts: dict[str, int]) -> None:
         for result, expected in zip(piece(x, residual, *weights), wanted, strict=True):
             torch.testing.assert_close(result, expected)
         lowered = lower(piece.graph)  # without a provider on this device, back to the bodies
-        assert set(lowered) <= {"linear_norm_linear", "norm_linear", "linear", "rms_norm"}
+        assert set(lowered) <= {"linear_norm_linear", "norm_linear", "linear_norm", "linear", "rms_norm"}
         piece.recompile()
         for result, expected in zip(piece(x, residual, *weights), wanted, strict=True):
             torch.testing.assert_close(result, expected)
@@ -104,7 +115,7 @@ def test_without_a_provider_the_graph_stays_and_the_report_says_why() -> None:
 
 
 def test_rows_of_a_transformers_layer_meet_their_products() -> None:
-    """Its products are apart (queries, keys, values, gate, up), so each norm has several readers, and each product is an op of its own."""
+    """Its products are apart (queries, keys, values, gate, up), so each norm has several readers, and goes with what stands before it."""
     module = layers("Llama", torch.float32)
     inputs = [torch.randn(1, 6, size) for size in (SIZES["hidden_size"], SIZES["head_dim"], SIZES["head_dim"])]
     with torch.no_grad():
@@ -116,7 +127,8 @@ def test_rows_of_a_transformers_layer_meet_their_products() -> None:
         assert found["flat_rows"] == 6  # three norms, two sums, an activation
         report = run(flat, Projections(lambda op, args: None))
         assert {name: count for name, count in report.items() if count} == {
-            "linear": 7,
+            "linear_norm": 2,  # of attention's output and of the MLP
+            "linear": 5,
             "near miss: a norm before a product has other users": 5,
         }
         flat.recompile()
@@ -130,9 +142,41 @@ def test_joined_projections_of_a_transformers_layer_are_found_between_its_views(
     with torch.no_grad():
         graph = traced_module(module, *inputs)
         report = run(graph, rms_norm(), act_mul(), FlatRows(), Projections(lambda op, args: None))
-        assert {name: report[name] for name in ("linear_norm_linear", "norm_linear", "linear")} == {
+        assert {name: report[name] for name in ("linear_norm_linear", "norm_linear", "linear_norm", "linear")} == {
             "linear_norm_linear": 1,  # o_proj, the sum, the norm, gate and up
             "norm_linear": 1,  # the norm, queries, keys and values
-            "linear": 1,  # down_proj
+            "linear_norm": 1,  # down_proj, the sum, the last norm
+            "linear": 0,
         }
         torch.testing.assert_close(graph(*inputs, *module.parameters()), module(*inputs))
+
+
+def test_a_sum_that_others_read_before_the_norm_is_computed_where_it_stood() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor, r: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = x @ w.T + r
+        early = hidden * 3
+        normed = torch.ops.rung.rms_norm(hidden, scale, 1e-5)
+        return early, normed, hidden
+
+    tensors = {"x": torch.randn(3, 8), "w": torch.randn(6, 8), "r": torch.randn(3, 6), "scale": torch.randn(6)}
+    graph = traced(function, **tensors)
+    assert run(graph, Projections(lambda op, args: None))["linear_norm"] == 1
+    same(graph, function, tensors)
+    assert lower(graph.graph) == {"linear_norm": 1}
+    graph.recompile()
+    same(graph, function, tensors)
+
+
+@pytest.mark.parametrize("case", ["weight comes late", "norm is quantised"])
+def test_a_sum_and_norm_stay_apart(case: str) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor, r: torch.Tensor, scale: torch.Tensor) -> Any:
+        hidden = x @ w.T + r
+        if case == "weight comes late":
+            return torch.ops.rung.rms_norm(hidden, scale + hidden.sum(), 1e-5)
+        return fp8_quant_static(torch.ops.rung.rms_norm(hidden, scale, 1e-5), scale[:1]), hidden
+
+    tensors = {"x": torch.randn(3, 8), "w": torch.randn(6, 8), "r": torch.randn(3, 6), "scale": torch.rand(6)}
+    graph = traced(function, **tensors)
+    report = run(graph, Projections(lambda op, args: None))
+    assert report["linear_norm"] == 0
+    assert report.get("near miss: the weight of a norm is computed behind the sum", 0) == (case == "weight comes late")

@@ -5,6 +5,7 @@ import pytest
 from rung.passes.kernels.tiles import BF16, Dtypes, most_rows, row_cases, tiles_for
 
 SHAPES = [(6144, 4096, ""), (4096, 4096, ""), (14336, 4096, "silu"), (4096, 14336, ""), (128256, 4096, "")]
+SHAPES += [(1024, 4096, "")]
 DTYPES = [BF16, Dtypes(weights=True), Dtypes(True, True), Dtypes(True, True, True)]
 SHAPES += [(960, 576, ""), (576, 576, ""), (1536, 576, "silu"), (576, 1536, ""), (49152, 576, ""), (53248, 16384, "silu"), (7, 33, "gelu")]
 
@@ -45,3 +46,13 @@ def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool, f
         named = {"activation": activation, "splittable": splittable, "fp8": fp8}
         taken = {tiles_for(rows, n, k, **named) for rows in cases}
         assert {tiles_for(rows, n, k, **named) for rows in range(1, maximum + 1)} - {None} == taken - {None}
+
+
+def test_a_long_product_of_few_outputs_is_left_to_cublas_unless_its_k_is_shared() -> None:
+    """Keys or values of an 8B at 64 rows: 32 programs would go through 4096 numbers each."""
+    assert most_rows(1024, 4096) == 16
+    assert tiles_for(64, 1024, 4096) is None
+    shared = tiles_for(64, 1024, 4096, splittable=True)
+    assert shared is not None
+    assert shared.splits == 4
+    assert most_rows(1024, 3072) == 256  # measured: no loss

@@ -3,6 +3,7 @@
 mm(x, w), with or without silu_and_mul behind it                linear
 rms_norm(h) -> product                                          norm_linear
 h = mm(x, w) + residual -> rms_norm(h) -> product               linear_norm_linear
+h = mm(x, w) + residual -> rms_norm(h) -> several readers       linear_norm
 
 Products by e4m3 weights, with the quantisation of their activations, become the ops of the same names with `fp8_` before them
 (`fp8_quant_linear` for the first, with or without an activation), and all that stands between two attentions becomes `fp8_block`.
@@ -21,13 +22,15 @@ import torch
 from torch import fx
 
 from rung.passes.fusion import products
-from rung.passes.fusion.products import Product, product_of
+from rung.passes.fusion.products import QUANTISATIONS, Product, product_of
 from rung.passes.ir import (
     FP8_BLOCK,
     FP8_LINEAR,
     FP8_LINEAR_NORM_LINEAR,
+    FP8_QUANT_STATIC,
     GELU_AND_MUL,
     LINEAR,
+    LINEAR_NORM,
     LINEAR_NORM_LINEAR,
     NORM_LINEAR,
     RMS_NORM,
@@ -38,6 +41,7 @@ from rung.passes.kernels.invariant import NOT_ASKED
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default, FP8_LINEAR.overload)
+_QUANTISATIONS = (FP8_QUANT_STATIC.overload, *QUANTISATIONS)
 _VIEWS = (aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default)
 _META = ("stack_trace", "nn_module_stack", "original_aten")  # the names in traces come from these
 _ACTIVATIONS: dict[Any, str] = {SILU_AND_MUL.overload: "silu", GELU_AND_MUL.overload: "gelu"}
@@ -76,6 +80,8 @@ class Projections:
         for node in list(graph.nodes):
             if (product := product_of(node)) is not None:
                 join(product)
+        for norm in list(graph.find_nodes(op="call_function", target=RMS_NORM.overload)):
+            join.sum_and_norm_of_many(norm)
         for target in _PRODUCTS:
             for node in list(graph.find_nodes(op="call_function", target=target)):
                 if (product := product_of(node)) is not None:
@@ -89,7 +95,7 @@ class _Join:
 
     def __init__(self, graph: fx.Graph, why_not: Callable[[IROp, tuple[Any, ...]], str | None]) -> None:
         self._graph, self._why_not = graph, why_not
-        self.report = {op.name: 0 for op in (LINEAR_NORM_LINEAR, NORM_LINEAR, LINEAR)}
+        self.report = {op.name: 0 for op in (LINEAR_NORM_LINEAR, NORM_LINEAR, LINEAR_NORM, LINEAR)}
 
     def __call__(self, product: Product) -> None:
         users = list(product.node.users)
@@ -123,6 +129,21 @@ class _Join:
         joined = result, *product.nodes, norm, hidden, *before.nodes
         return self._put(product.linear_norm_linear, args, (result, hidden), joined)
 
+    def sum_and_norm_of_many(self, norm: fx.Node) -> None:
+        """A norm that several products read, or none, with the sum before it: the product in the sum may be split then, and leave its parts
+        to the kernel that norms. Where the norm is quantised it goes with the quantisation instead."""
+        hidden, norm_weight, epsilon = norm.args
+        pair = _sum(hidden)
+        if pair is None or type(pair[0]) is not Product or any(user.target in _QUANTISATIONS for user in norm.users):
+            return
+        assert isinstance(hidden, fx.Node)
+        before, residual = pair
+        if not (isinstance(norm_weight, fx.Node) and norm_weight < hidden):
+            self._miss("the weight of a norm is computed behind the sum")
+            return
+        args = before.x, *before.weight, residual, norm_weight, epsilon
+        self._put(LINEAR_NORM, args, (norm, hidden), (norm, hidden, *before.nodes), at=hidden)
+
     def alone(self, product: Product) -> None:
         """A product that nothing was joined with becomes an op too, which chooses by the number of rows; an e4m3 one together with its
         quantisation, which one row does without. Not where the quantisation is shared, or goes with what computes the rows."""
@@ -146,14 +167,16 @@ class _Join:
             if len(results) == 2 and self._put(FP8_BLOCK, args, results, (*results, node, middle, residual, before)):
                 self.report[FP8_LINEAR_NORM_LINEAR.name] -= 2
 
-    def _put(self, op: IROp, args: tuple[Any, ...], results: tuple[fx.Node, ...], joined: tuple[fx.Node, ...]) -> bool:
-        """Put the op in place of `results`; `joined` is what it makes superfluous, users first."""
+    def _put(
+        self, op: IROp, args: tuple[Any, ...], results: tuple[fx.Node, ...], joined: tuple[fx.Node, ...], at: fx.Node | None = None
+    ) -> bool:
+        """Put the op in place of `results`, before `at` or the first of them; `joined` is what it makes superfluous, users first."""
         values = tuple(result.meta["val"] for result in results)
         reason = self._why_not(op, tuple(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
         if reason is not None:
             self._miss(f"{op.name}: {reason}")
             return False
-        with self._graph.inserting_before(results[0]):
+        with self._graph.inserting_before(at or results[0]):
             node = self._graph.call_function(op.overload, args)
             # not all of it: Inductor takes some entries, such as the values of the arguments in eager mode, as the new op's own
             node.meta = {key: results[0].meta[key] for key in _META if key in results[0].meta}

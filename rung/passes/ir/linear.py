@@ -27,6 +27,13 @@ def norm_linear_body(
     return linear_body(rms_norm_body(x, norm_weight, epsilon), weight, bias, activation)
 
 
+def linear_norm_body(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = F.linear(x, weight, bias) + residual
+    return rms_norm_body(hidden, norm_weight, epsilon), hidden
+
+
 def linear_norm_linear_body(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -38,8 +45,8 @@ def linear_norm_linear_body(
     next_bias: torch.Tensor | None,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = F.linear(x, weight, bias) + residual
-    return norm_linear_body(hidden, norm_weight, epsilon, next_weight, next_bias, activation), hidden
+    normed, hidden = linear_norm_body(x, weight, bias, residual, norm_weight, epsilon)
+    return linear_body(normed, next_weight, next_bias, activation), hidden
 
 
 def _sample(rows: int, dtype: torch.dtype, device: torch.device, *, k: int = 320, n: int = 192) -> dict[str, Any]:
@@ -65,6 +72,11 @@ def _linear_sample(rows: int, dtype: torch.dtype, device: torch.device) -> tuple
 def _norm_linear_sample(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     made = _sample(rows, dtype, device)
     return made["residual"], made["norm_weight"], 1e-5, made["next_weight"], made["next_bias"], "gelu"
+
+
+def _linear_norm_sample(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    made = _sample(rows, dtype, device)
+    return made["x"], made["weight"], made["bias"], made["residual"], made["norm_weight"], 1e-5
 
 
 def _linear_norm_linear_sample(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
@@ -93,6 +105,13 @@ NORM_LINEAR = define_ir_op(
     (Provider("triton", projections.why_not, projections.norm_linear, projections.describe_norm_linear),),
     tolerance=_TOLERANCE,
     sample=_norm_linear_sample,
+)
+LINEAR_NORM = define_ir_op(
+    "linear_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight, float epsilon) -> (Tensor, Tensor)",
+    linear_norm_body,
+    (Provider("triton", projections.why_not, projections.linear_norm, projections.describe_linear_norm),),
+    tolerance=_TOLERANCE,
+    sample=_linear_norm_sample,
 )
 LINEAR_NORM_LINEAR = define_ir_op(
     "linear_norm_linear(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight, float epsilon, Tensor next_weight, "

@@ -85,8 +85,11 @@ def linear(
         if tiles is not None:
             return launches.product(rows_of(x), weight, Surroundings(bias=bias, weight_scale=weight_scale), tiles)
         return F.linear(x, _dequantised(given), bias)
-    rows = x_scale.expand(x.shape[0], 1) if x_scale.numel() == 1 else x_scale
-    result = _product(Quantised(rows_of(x), rows.t().contiguous().t()), given, 0, "")
+    if x_scale.numel() == 1:
+        quantised = _given(rows_of(x), given._replace(input_scale=x_scale.reshape(1)), splittable=False)
+    else:
+        quantised = Quantised(rows_of(x), x_scale.t().contiguous().t())
+    result = _product(quantised, given, 0, "")
     assert isinstance(result, torch.Tensor)
     return result
 
@@ -213,7 +216,7 @@ def _linear_norm_linear(
     first, second = Weight(weight, weight_scale, input_scale, bias), Weight(next_weight, next_weight_scale, next_input_scale, next_bias)
     residual = rows_of(residual)
     if isinstance(x, torch.Tensor) and x.dtype == E4M3:
-        x = _given(x, first)
+        x = _given(x, first, splittable=True)
     if residual.shape[0] == 1:
         hidden = _product(x, first, group, "", residual=residual)
         assert isinstance(hidden, torch.Tensor)
@@ -224,11 +227,12 @@ def _linear_norm_linear(
     return _normed_product(parts, residual, norm_weight, epsilon, second, activation, group, left)
 
 
-def _given(x: torch.Tensor, weight: Weight) -> Quantised:
-    """Rows that came as e4m3. Our kernels read the one scale for each row; cuBLAS wants it as often as there are rows."""
+def _given(x: torch.Tensor, weight: Weight, *, splittable: bool) -> Quantised:
+    """Rows that came as e4m3. Our kernels read the one scale for each row; cuBLAS wants it as often as there are
+    rows, which is a kernel of its own."""
     rows, scale = x.shape[0], weight.input_scale
     assert scale is not None
-    few = _tiles(rows, weight, "", splittable=True) is not None
+    few = _tiles(rows, weight, "", splittable=splittable) is not None
     return Quantised(x, scale.expand(rows, 1) if few else scale.repeat(rows).unsqueeze(1))
 
 

@@ -51,6 +51,10 @@ def describe_norm_linear(*args: Any) -> str:
     return describe_linear(args[0], *args[3:])
 
 
+def describe_linear_norm(*args: Any) -> str:
+    return describe(args[1], "", splittable=True)
+
+
 def describe_linear_norm_linear(*args: Any) -> str:
     return f"{describe(args[1], args[2], '', splittable=True)}; {describe_linear(args[0], *args[6:])}"
 
@@ -83,6 +87,18 @@ def norm_linear(
     return _product(normed, weight, Surroundings(bias=bias, activation=activation))
 
 
+def linear_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x, residual = rows_of(x), rows_of(residual)
+    if x.shape[0] == 1:
+        hidden = _product(x, weight, Surroundings(bias=bias, residual=residual))
+        return launches.add_norm(hidden, None, norm_weight, epsilon, programmatic=is_programmatic(x))
+    parts = _product(x, weight, Surroundings(bias=bias), splittable=True)
+    left = bias if parts.dim() == 3 else None  # the bias of a split product is added behind its sum
+    return launches.add_norm(parts, residual, norm_weight, epsilon, left, programmatic=is_programmatic(x))
+
+
 def linear_norm_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -94,14 +110,11 @@ def linear_norm_linear(
     next_bias: torch.Tensor | None,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x, residual = rows_of(x), rows_of(residual)
     if x.shape[0] == 1:
-        hidden = _product(x, weight, Surroundings(bias=bias, residual=residual))
+        hidden = _product(rows_of(x), weight, Surroundings(bias=bias, residual=rows_of(residual)))
         around = Surroundings(bias=next_bias, activation=activation, norm_weight=norm_weight, epsilon=epsilon)
         return _product(hidden, next_weight, around), hidden
-    parts = _product(x, weight, Surroundings(bias=bias), splittable=True)
-    left = bias if parts.dim() == 3 else None  # the bias of a split product is added behind its sum
-    normed, hidden = launches.add_norm(parts, residual, norm_weight, epsilon, left, programmatic=is_programmatic(x))
+    normed, hidden = linear_norm(x, weight, bias, residual, norm_weight, epsilon)
     return _product(normed, next_weight, Surroundings(bias=next_bias, activation=activation)), hidden
 
 

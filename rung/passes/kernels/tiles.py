@@ -13,6 +13,9 @@ from rung.passes.kernels.launches import Tiles
 
 _SMALL_BYTES = 8 * 2**20
 _MANY_COLUMNS = 32768  # a head over the vocabulary
+# Small matrices beyond this k, as keys and values of an 8B have them, lose above this number of rows, where there are no parts to share k:
+# 32 programs, each with all of k to go through, are a quarter of the device.
+_LONG_K, _LONG_K_ROWS = 3072, 16
 
 # What a product is ("plain"; "split": its parts may be summed by the kernel behind it; "gated": with an activation), the largest number of
 # rows, tiles or None for cuBLAS. In order; above the last cuBLAS.
@@ -137,4 +140,6 @@ def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> 
     if fp8.squares:
         table = tuple((kind, most, _within_squares(tiles)) for kind, most, tiles in _narrow(table))
     kinds = ("gated",) if activation else ("split", "plain") if splittable else ("plain",)
+    if not fp8.weights and table is _SMALL and k > _LONG_K and kinds[0] == "plain":
+        table = tuple(entry for entry in table if entry[1] <= _LONG_K_ROWS)
     return next(found for kind in kinds if (found := [(most, tiles) for name, most, tiles in table if name == kind]))

@@ -1,0 +1,68 @@
+"""What providers do for a number of rows: our kernels and torch's, counted on tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rung.launch import Rehearsal, TritonLauncher, rehearse_launches
+from rung.passes.kernels import fp8, projections
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*_scaled_mm")
+_LOOKS = ("empty", "view", "expand", "squeeze", ".t.", "transpose", "alias", "detach", "reshape")  # that launch nothing
+
+
+class Launches(Rehearsal):
+    def __init__(self) -> None:
+        super().__init__(90)
+        self.found: list[str] = []
+
+    def launch(self, launcher: TritonLauncher, values: Sequence[Any], named: Mapping[str, Any]) -> None:
+        self.found.append(launcher.name + (f" / {named['SPLITS']}" if named.get("SPLITS", 1) > 1 else ""))
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(look in str(func) for look in _LOOKS):
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def launched(call: Callable[..., Any], *args: Any) -> list[str]:
+    with rehearse_launches(90, Launches()) as rehearsal, Operations(rehearsal.found):  # type: ignore[attr-defined]
+        call(*args)
+    return rehearsal.found  # type: ignore[attr-defined, no-any-return]
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernels"),
+    [
+        (1, ["vector_kernel", "add_norm_kernel"]),
+        (64, ["product_kernel / 4", "add_norm_kernel"]),
+        (1024, ["mm", "add_norm_kernel"]),
+    ],
+)
+def test_a_sum_and_the_norm_behind_it_are_one_kernel_and_few_rows_split_the_product(rows: int, kernels: list[str]) -> None:
+    args = empty(rows, 14336), empty(4096, 14336), None, empty(rows, 4096), empty(4096), 1e-5
+    assert launched(projections.linear_norm, *args) == kernels
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(1, ["vector_kernel"]), (64, ["product_kernel"]), (1024, ["repeat", "_scaled_mm"])])
+def test_rows_with_one_scale_are_multiplied_without_a_kernel_that_spreads_it(rows: int, kernels: list[str]) -> None:
+    """Beyond our kernels `_scaled_mm` wants the scale as often as there are rows."""
+    e4m3 = torch.float8_e4m3fn
+    x, weight = empty(rows, 4096, dtype=e4m3), empty(4096, 4096, dtype=e4m3)
+    scales = empty(1, dtype=torch.float32), empty(4096, dtype=torch.float32)
+    assert launched(fp8.linear, x, scales[0], weight, scales[1], None, torch.bfloat16) == kernels

@@ -58,18 +58,22 @@ class Line:
         return self.off + (f" (without {', '.join(self.given)})" if self.given else "")
 
 
+APART = ("projections", "siblings")  # off: products as Inductor has them
 JOINED = ("projections",)
 LINES: dict[str, tuple[Line, ...]] = {  # the most telling first
     "plain": (
+        Line("siblings"),
         Line("projections"),
+        Line("projections", ("siblings",)),
         Line("rope_kv_write"),
         Line("qk_norm_rope", ("rope_kv_write",)),
         Line("flat_rows"),
         Line("act_mul"),
-        Line("residual_add", JOINED),
-        Line("add_norm", JOINED),
+        Line("residual_add", APART),
+        Line("add_norm", APART),
     ),
     "plain fp8": (
+        Line("siblings"),
         Line("attention_quant"),
         Line("norm_quant"),
         Line("act_quant"),
@@ -146,16 +150,16 @@ def table(group: Group) -> list[str]:
     shown = [
         "",
         f"{group.form}, {group.shape}: {SHAPES[group.shape].num_layers} layers; a layer at {rows} rows",
-        f"{'off':36} {'matches':>8}  {'kernels':26} {'us':26} lost",
+        f"{'off':44} {'matches':>8}  {'kernels':26} {'us':26} lost",
     ]
     base = group.numbers(())
-    shown.append(f"{'(all on)':36} {'':8} {_text(base['kernels'], 2)} {_text(base['us'], 1)}")
+    shown.append(f"{'(all on)':44} {'':8} {_text(base['kernels'], 2)} {_text(base['us'], 1)}")
     for line, count in group.counts.items():
         if count:
             numbers = group.numbers(line.without)
-            shown.append(f"{line!s:36} {count:8} {_text(numbers['kernels'], 2)} {_text(numbers['us'], 1)} {_text(group.lost(line), 1)}")
+            shown.append(f"{line!s:44} {count:8} {_text(numbers['kernels'], 2)} {_text(numbers['us'], 1)} {_text(group.lost(line), 1)}")
         else:
-            shown.append(f"{line!s:36} no match")
+            shown.append(f"{line!s:44} no match")
     for count, names, spread in zip(group.rows, base["names"], base["spread"], strict=True):
         parts = ", ".join(f"{name} {launches:g} x {us:.1f}" for name, (launches, us) in list(names.items())[:8])
         shown.append(f"  {count} rows, launches and us of all: {parts}; spread {spread:.1%}")

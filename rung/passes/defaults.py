@@ -6,7 +6,18 @@ from rung.config import CompileConfig
 from rung.errors import PassError
 from rung.passes.cleanup import DeadCode, Duplicates, NoopElimination
 from rung.passes.extension import load_pass, load_provider
-from rung.passes.fusion import FlatRows, Projections, ResidualAdd, act_mul, act_quant, add_norm, norm_quant, qk_norm_rope, rms_norm
+from rung.passes.fusion import (
+    FlatRows,
+    Projections,
+    ResidualAdd,
+    Siblings,
+    act_mul,
+    act_quant,
+    add_norm,
+    norm_quant,
+    qk_norm_rope,
+    rms_norm,
+)
 from rung.passes.invariant import BatchInvariant
 from rung.passes.manager import GraphPass, PassManager
 
@@ -26,8 +37,8 @@ def _recognising() -> list[GraphPass]:
 
 
 def _joining(config: CompileConfig) -> list[GraphPass]:
-    products: GraphPass = BatchInvariant() if config.batch_invariant else Projections()
-    return [qk_norm_rope(), FlatRows(), products, Duplicates(), norm_quant(), act_quant(), add_norm()]
+    products: list[GraphPass] = [BatchInvariant()] if config.batch_invariant else [Siblings(), Projections()]
+    return [qk_norm_rope(), FlatRows(), *products, Duplicates(), norm_quant(), act_quant(), add_norm()]
 
 
 def _late() -> list[GraphPass]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rung.launch import Rehearsal, TritonLauncher, rehearse_launches
-from rung.passes.kernels import fp8, projections
+from rung.passes.kernels import fp8, projections, siblings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_scaled_mm")
 _LOOKS = ("empty", "view", "expand", "squeeze", ".t.", "transpose", "alias", "detach", "reshape")  # that launch nothing
@@ -66,3 +66,16 @@ def test_rows_with_one_scale_are_multiplied_without_a_kernel_that_spreads_it(row
     x, weight = empty(rows, 4096, dtype=e4m3), empty(4096, 4096, dtype=e4m3)
     scales = empty(1, dtype=torch.float32), empty(4096, dtype=torch.float32)
     assert launched(fp8.linear, x, scales[0], weight, scales[1], None, torch.bfloat16) == kernels
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernels"), [(1, ["sibling_vectors_kernel"]), (64, ["sibling_products_kernel"]), (1024, ["mm", "mm", "mm"])]
+)
+def test_queries_keys_and_values_are_one_launch_while_rows_are_few(rows: int, kernels: list[str]) -> None:
+    weights = [empty(n, 4096) for n in (4096, 1024, 1024)]
+    assert launched(siblings.three, empty(rows, 4096), *weights, None, None, None) == kernels
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(1, ["vector_kernel"]), (64, ["product_kernel"]), (1024, ["mm", "mm", "activate_kernel"])])
+def test_a_gated_product_whose_halves_lie_apart_is_one_launch_while_rows_are_few(rows: int, kernels: list[str]) -> None:
+    assert launched(siblings.gated, empty(rows, 4096), empty(14336, 4096), empty(14336, 4096), "silu") == kernels

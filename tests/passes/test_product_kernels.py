@@ -7,7 +7,7 @@ import torch
 
 from rung.attention.backends.triton_paged import why_no_triton
 from rung.passes.ir.activation import gelu_body, silu_body
-from rung.passes.kernels.launches import Surroundings, Tiles, activate, add_norm, product
+from rung.passes.kernels.launches import Surroundings, Tiles, activate, add_norm, product, sibling_products
 from rung.passes.kernels.projections import linear, linear_norm_linear, norm_linear
 
 pytestmark = [
@@ -47,6 +47,25 @@ def test_one_row_normed_in_its_product(k: int, n: int, activation: str) -> None:
     around = Surroundings(residual=residual, norm_weight=norm_weight, epsilon=1e-5, activation=activation)
     wanted = BODIES[activation](normed(x.double(), norm_weight.double()) @ weight.double().T) + residual.double()
     close(product(x, weight, around, VECTOR), wanted)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize(("tiles", "rows"), [(TILES, 17), (SWAPPED, 3), (VECTOR, 1)], ids=["plain", "swapped", "vector"])
+@pytest.mark.parametrize(("k", "n"), [(32, 16), (43, 10)])
+def test_halves_that_lie_apart(tiles: Tiles, rows: int, k: int, n: int, activation: str) -> None:
+    x, gate, up = torch.randn(rows, k), torch.randn(n, k), torch.randn(n, k)
+    found = product(x, gate, Surroundings(up=up, activation=activation), tiles)
+    close(found, BODIES[activation](x.double() @ torch.cat((gate, up)).double().T))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("tiles", "rows"), [(TILES, 0), (TILES, 17), (SWAPPED, 3), (VECTOR, 1)])
+@pytest.mark.parametrize("sizes", [(32, 16, 16), (10, 33, 4)])
+def test_three_products_in_one_launch(tiles: Tiles, rows: int, sizes: tuple[int, ...], biased: bool) -> None:
+    x, weights = torch.randn(rows, 43)[:, :40], [torch.randn(n, 40) for n in sizes]
+    biases = [torch.randn(n) if biased else None for n in sizes]
+    for found, weight, bias in zip(sibling_products(x, weights, biases, tiles), weights, biases, strict=True):
+        close(found, torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()))
 
 
 @pytest.mark.parametrize("k", [128, 40])

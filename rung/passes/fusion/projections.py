@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from rung.passes.fusion import products
+from rung.passes.fusion import joining, products
+from rung.passes.fusion.joining import put, takes, values_of
 from rung.passes.fusion.products import QUANTISATIONS, Product, product_of
 from rung.passes.ir import (
     FP8_BLOCK,
@@ -37,26 +38,12 @@ from rung.passes.ir import (
     SILU_AND_MUL,
     IROp,
 )
-from rung.passes.kernels.invariant import NOT_ASKED
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default, FP8_LINEAR.overload)
 _QUANTISATIONS = (FP8_QUANT_STATIC.overload, *QUANTISATIONS)
 _VIEWS = (aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default)
-_META = ("stack_trace", "nn_module_stack", "original_aten")  # the names in traces come from these
 _ACTIVATIONS: dict[Any, str] = {SILU_AND_MUL.overload: "silu", GELU_AND_MUL.overload: "gelu"}
-
-
-def takes(op: IROp, args: tuple[Any, ...]) -> str | None:
-    """Why no provider takes the op with such arguments, or None."""
-    provider, refused = op.choose(*args)
-    if provider is not None:
-        return None
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in refused.items():
-        by_reason.setdefault(reason, []).append(name)
-    by_reason.pop(NOT_ASKED, None)
-    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
 class Projections:
@@ -73,7 +60,9 @@ class Projections:
         self._why_not = why_not
 
     def uuid(self) -> str:
-        return hashlib.sha256("".join(inspect.getsource(module) for module in (sys.modules[__name__], products)).encode()).hexdigest()
+        return hashlib.sha256(
+            "".join(inspect.getsource(module) for module in (sys.modules[__name__], products, joining)).encode()
+        ).hexdigest()
 
     def run(self, graph: fx.Graph) -> dict[str, int]:
         join = _Join(graph, self._why_not)
@@ -170,25 +159,12 @@ class _Join:
     def _put(
         self, op: IROp, args: tuple[Any, ...], results: tuple[fx.Node, ...], joined: tuple[fx.Node, ...], at: fx.Node | None = None
     ) -> bool:
-        """Put the op in place of `results`, before `at` or the first of them; `joined` is what it makes superfluous, users first."""
-        values = tuple(result.meta["val"] for result in results)
-        reason = self._why_not(op, tuple(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
+        """`put`, or a near miss where the op is not to be joined."""
+        reason = self._why_not(op, values_of(args))
         if reason is not None:
             self._miss(f"{op.name}: {reason}")
             return False
-        with self._graph.inserting_before(at or results[0]):
-            node = self._graph.call_function(op.overload, args)
-            # not all of it: Inductor takes some entries, such as the values of the arguments in eager mode, as the new op's own
-            node.meta = {key: results[0].meta[key] for key in _META if key in results[0].meta}
-            node.meta["val"] = values if len(results) > 1 else values[0]
-            for index, result in enumerate(results):
-                taken = self._graph.call_function(operator.getitem, (node, index)) if len(results) > 1 else node
-                if taken is not node:
-                    taken.meta = {key: result.meta[key] for key in (*_META, "val") if key in result.meta}
-                result.replace_all_uses_with(taken)
-        for superfluous in dict.fromkeys(joined):
-            if not superfluous.users:
-                self._graph.erase_node(superfluous)
+        put(self._graph, op, args, results, joined, at)
         self.report[op.name] = self.report.get(op.name, 0) + 1
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ _KERNELS = "rung.passes.kernels.product_kernels"  # named, not imported: it need
 PRODUCT = TritonLauncher(_KERNELS, "product_kernel")
 VECTOR = TritonLauncher(_KERNELS, "vector_kernel")
 ADD_NORM = TritonLauncher(_KERNELS, "add_norm_kernel")
+_SIBLINGS = "rung.passes.kernels.sibling_kernels"
+SIBLING_PRODUCTS = TritonLauncher(_SIBLINGS, "sibling_products_kernel")
+SIBLING_VECTORS = TritonLauncher(_SIBLINGS, "sibling_vectors_kernel")
 ACTIVATE = TritonLauncher(_KERNELS, "activate_kernel")
 
 
@@ -43,14 +47,16 @@ class Surroundings:
     x_scale: torch.Tensor | None = None
     weight_scale: torch.Tensor | None = None  # of an e4m3 weight, float32: [n], or [n / 128, k / 128]; n doubled with an activation
     activation: str = ""  # "silu" or "gelu": of the first half of the product, times the second
+    up: torch.Tensor | None = None  # [n, k] with the strides of the weight: the second half, where it lies apart; without a bias or scales
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: Tiles) -> torch.Tensor:
     """x [rows, k] @ weight.T and what is around it: [rows, n] in x's dtype, for e4m3 in the residual's or bf16; with `tiles.splits` > 1
     the sums of each share of k, float32 [splits, rows, n], and nothing around."""
     rows, k = x.shape
-    n = weight.shape[0] // (2 if around.activation else 1)
+    n = weight.shape[0] // (2 if around.activation and around.up is None else 1)
     if tiles.wide and rows:
+        assert around.up is None, "the wide kernel takes both halves of a weight together"
         return wide_product(
             x, weight, around.activation, around.x_scale, around.weight_scale,
             blocks=tiles.wide, block_n=tiles.block_n, stages=tiles.num_stages, programmatic=tiles.prefetch >= 0,
@@ -64,6 +70,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
         return out
     bias, residual, norm_weight, scale = around.bias, around.residual, around.norm_weight, around.weight_scale
     named = {
+        "APART": around.up is not None,
         "ACTIVATION": around.activation,
         "BIAS": bias is not None and tiles.splits == 1,
         "RESIDUAL": residual is not None,
@@ -78,11 +85,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     }
     columns = -(-n // tiles.block_n)
     added, biased, scales = (x if other is None else other for other in (residual, bias, scale))
-    scale_stride, x_scale = scales.stride(0), around.x_scale
+    scale_stride, x_scale, up = scales.stride(0), around.x_scale, weight if around.up is None else around.up
     if tiles.block_m == 1:
         VECTOR.run(
             (columns, 1, 1),
-            x, x if x_scale is None else x_scale, weight, scales, biased, added, x if norm_weight is None else norm_weight, out, n, k,
+            x, x if x_scale is None else x_scale, weight, up, scales, biased, added, x if norm_weight is None else norm_weight, out, n, k,
             around.epsilon, weight.stride(0), scale_stride,
             X_SCALED=x_scale is not None, NORM=norm_weight is not None, STAGES=tiles.num_stages, **named,
         )  # fmt: skip
@@ -90,12 +97,45 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     blocks = -(-rows // tiles.block_m)
     PRODUCT.run(
         (columns * blocks, tiles.splits, 1),
-        x, x if x_scale is None else x_scale, weight, scales, biased, added, out, rows, n, k, blocks,
+        x, x if x_scale is None else x_scale, weight, up, scales, biased, added, out, rows, n, k, blocks,
         x.stride(0), *((0, 0) if x_scale is None else x_scale.stride()),
         weight.stride(0), scale_stride, 0 if residual is None else residual.stride(0),
         X_SCALED=x_scale is not None, SPLITS=tiles.splits, SWAP=tiles.swap, BLOCK_M=tiles.block_m, num_stages=tiles.num_stages, **named,
     )  # fmt: skip
     return out
+
+
+def sibling_products(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], tiles: Tiles
+) -> tuple[torch.Tensor, ...]:
+    """x [rows, k] @ weight.T of three contiguous weights in one launch; each [rows, n] in x's dtype. All have a bias or none."""
+    rows, k = x.shape
+    outs = tuple(torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device) for weight in weights)
+    if rows == 0:
+        return outs
+    added = [x if bias is None else bias for bias in biases]
+    sizes = [weight.shape[0] for weight in weights]
+    named = {
+        "BIAS": biases[0] is not None,
+        "EVEN_N": all(n % tiles.block_n == 0 for n in sizes),
+        "EVEN_K": k % tiles.block_k == 0,
+        "PREFETCH": tiles.prefetch,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "num_warps": tiles.num_warps,
+        "launch_pdl": tiles.prefetch >= 0,
+    }
+    columns = sum(-(-n // tiles.block_n) for n in sizes)
+    if tiles.block_m == 1:
+        SIBLING_VECTORS.run((columns, 1, 1), x, *weights, *added, *outs, *sizes, k, STAGES=tiles.num_stages, **named)
+        return outs
+    blocks = -(-rows // tiles.block_m)
+    SIBLING_PRODUCTS.run(
+        (columns * blocks, 1, 1),
+        x, *weights, *added, *outs, rows, *sizes, k, blocks, x.stride(0),
+        SWAP=tiles.swap, BLOCK_M=tiles.block_m, num_stages=tiles.num_stages, **named,
+    )  # fmt: skip
+    return outs
 
 
 def add_norm(
@@ -123,12 +163,18 @@ def add_norm(
 
 def activate(x: torch.Tensor, activation: str, *, programmatic: bool = False) -> torch.Tensor:
     """The activation of the first half of x [rows, 2 * n] times the second: [rows, n]."""
-    rows, n = x.shape[0], x.shape[1] // 2
-    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    n = x.shape[1] // 2
+    return activate_pair(x[:, :n], x[:, n:], activation, programmatic=programmatic)
+
+
+def activate_pair(gate: torch.Tensor, up: torch.Tensor, activation: str, *, programmatic: bool = False) -> torch.Tensor:
+    """The activation of gate times up, both [rows, n] with the elements of a row side by side."""
+    rows, n = gate.shape
+    out = torch.empty((rows, n), dtype=gate.dtype, device=gate.device)
     block = min(1024, 1 << (n - 1).bit_length())
     ACTIVATE.run(
         (rows, -(-n // block), 1),
-        x, out, n, x.stride(0),
+        gate, up, out, n, gate.stride(0), up.stride(0),
         ACTIVATION=activation, PROGRAMMATIC=programmatic, launch_pdl=programmatic, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out

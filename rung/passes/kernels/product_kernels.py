@@ -26,14 +26,14 @@ def _fetch(weight, columns, n, k, weight_stride, first, PREFETCH: tl.constexpr):
 
 
 @triton.jit
-def _await(weight, columns, n, k, weight_stride, first, PREFETCH: tl.constexpr, HALVES: tl.constexpr):
+def _await(weight, up, columns, n, k, weight_stride, first, PREFETCH: tl.constexpr, GATED: tl.constexpr):
     """The beginning of a kernel that is launched programmatically."""
     if PREFETCH >= 0:
         tl.extra.cuda.gdc_launch_dependents()
         if 1024 // weight.dtype.element_ty.primitive_bitwidth <= PREFETCH:
             _fetch(weight, columns, n, k, weight_stride, first, PREFETCH)
-            if HALVES:
-                _fetch(weight + n.to(tl.int64) * weight_stride, columns, n, k, weight_stride, first, PREFETCH)
+            if GATED:
+                _fetch(up, columns, n, k, weight_stride, first, PREFETCH)
         tl.extra.cuda.gdc_wait()
 
 
@@ -91,23 +91,18 @@ def _add_product(
     return total
 
 
-@triton.jit(do_not_specialize=["rows", "m_blocks", "x_scale_row", "x_scale_stride"])
-def product_kernel(
-    x, x_scale, weight, weight_scale, bias, residual, out, rows, n, k, m_blocks,
+@triton.jit
+def _product_tile(
+    x, x_scale, weight, up, weight_scale, bias, residual, out, rows, n, k, row_block, column_block,
     x_stride, x_scale_row, x_scale_stride, weight_stride, scale_stride, residual_stride,
     X_SCALED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr,
     SCALED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, n] = x [rows, k] @ weight.T, then bias, the activation of the two halves of the product (weight is then [2 * n, k]), and a
-    residual added.
-
-    SWAP has the weights as the left side, whose tiles are the large ones. With SPLITS > 1 each share of k writes its sum as float32 to
-    out [SPLITS, rows, n], and nothing stands around it. Grid: (blocks of n * blocks of rows, SPLITS)."""
-    block = tl.program_id(0)
+    """One tile of `product_kernel`; `up` is the second half of a gated weight."""
     split = tl.program_id(1)
-    m = (block % m_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (block // m_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = m < rows
     share = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
     first = split * share
@@ -115,9 +110,9 @@ def product_kernel(
     part = tl.arange(0, BLOCK_K)
     x_row = x + m[:, None].to(tl.int64) * x_stride
     w_row = weight + columns[:, None].to(tl.int64) * weight_stride
-    up_row = w_row + n.to(tl.int64) * weight_stride
+    up_row = up + columns[:, None].to(tl.int64) * weight_stride
     has_column = columns[:, None] < n
-    _await(weight, columns, n, k, weight_stride, first, PREFETCH, ACTIVATION != "")
+    _await(weight, up, columns, n, k, weight_stride, first, PREFETCH, ACTIVATION != "")
 
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -162,22 +157,41 @@ def product_kernel(
         _finish(total, total_up, bias, residual, out, m, columns, mask, n, residual_stride, ACTIVATION, BIAS, RESIDUAL)
 
 
+@triton.jit(do_not_specialize=["rows", "m_blocks", "x_scale_row", "x_scale_stride"])
+def product_kernel(
+    x, x_scale, weight, up, weight_scale, bias, residual, out, rows, n, k, m_blocks,
+    x_stride, x_scale_row, x_scale_stride, weight_stride, scale_stride, residual_stride,
+    X_SCALED: tl.constexpr, APART: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr,
+    SCALED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [rows, n] = x [rows, k] @ weight.T, then bias, the activation of the two halves of the product (weight is then [2 * n, k], or
+    APART [n, k] as `up` is), and a residual added.
+
+    SWAP has the weights as the left side, whose tiles are the large ones. With SPLITS > 1 each share of k writes its sum as float32 to
+    out [SPLITS, rows, n], and nothing stands around it. Grid: (blocks of n * blocks of rows, SPLITS)."""
+    block = tl.program_id(0)
+    _product_tile(
+        x, x_scale, weight, up if APART else weight + n.to(tl.int64) * weight_stride, weight_scale, bias, residual, out, rows, n, k,
+        block % m_blocks, block // m_blocks, x_stride, x_scale_row, x_scale_stride, weight_stride, scale_stride, residual_stride,
+        X_SCALED, ACTIVATION, BIAS, RESIDUAL, SPLITS, SCALED, EVEN_N, EVEN_K, SWAP, PREFETCH, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+
+
 @triton.jit
-def vector_kernel(
-    x, x_scale, weight, weight_scale, bias, residual, norm_weight, out, n, k, epsilon, weight_stride, scale_stride,
+def _vector_tile(
+    x, x_scale, weight, up, weight_scale, bias, residual, norm_weight, out, n, k, column_block, epsilon, weight_stride, scale_stride,
     X_SCALED: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     SCALED: tl.constexpr, PREFETCH: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`product_kernel` for one row, without the matrix units, of x normed before when NORM.
-
-    The norm needs no pass of its own: x * norm_weight goes into the product, and 1 / rms scales the sum. Grid: (blocks of n)."""
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """The outputs of one program of `vector_kernel`."""
+    columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.arange(0, BLOCK_K)
     w_row = weight + columns[:, None].to(tl.int64) * weight_stride
-    up_row = w_row + n.to(tl.int64) * weight_stride
+    up_row = up + columns[:, None].to(tl.int64) * weight_stride
     has_column = columns[:, None] < n
-    _await(weight, columns, n, k, weight_stride, 0, PREFETCH, ACTIVATION != "")
+    _await(weight, up, columns, n, k, weight_stride, 0, PREFETCH, ACTIVATION != "")
 
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -226,6 +240,23 @@ def vector_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def vector_kernel(
+    x, x_scale, weight, up, weight_scale, bias, residual, norm_weight, out, n, k, epsilon, weight_stride, scale_stride,
+    X_SCALED: tl.constexpr, APART: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, SCALED: tl.constexpr, PREFETCH: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`product_kernel` for one row, without the matrix units, of x normed before when NORM.
+
+    The norm needs no pass of its own: x * norm_weight goes into the product, and 1 / rms scales the sum. Grid: (blocks of n)."""
+    _vector_tile(
+        x, x_scale, weight, up if APART else weight + n.to(tl.int64) * weight_stride, weight_scale, bias, residual, norm_weight, out, n, k,
+        tl.program_id(0), epsilon, weight_stride, scale_stride,
+        X_SCALED, NORM, ACTIVATION, BIAS, RESIDUAL, SCALED, PREFETCH, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rows"])
 def add_norm_kernel(
     x, bias, residual, norm_weight, hidden, normed, rows, n, epsilon, x_stride, residual_stride,
@@ -261,14 +292,16 @@ def add_norm_kernel(
 
 
 @triton.jit
-def activate_kernel(x, out, n, x_stride, ACTIVATION: tl.constexpr, PROGRAMMATIC: tl.constexpr, BLOCK: tl.constexpr):
-    """The activation of the halves of x [rows, 2 * n] into out [rows, n], contiguous. Grid: (rows, blocks of n)."""
+def activate_kernel(
+    gate, up, out, n, gate_stride, up_stride, ACTIVATION: tl.constexpr, PROGRAMMATIC: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The activation of gate [rows, n] times up [rows, n] into out [rows, n], contiguous. Grid: (rows, blocks of n)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < n
     if PROGRAMMATIC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    gate = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_stride + n + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * n + column, _activate(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=mask)
+    first = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * n + column, _activate(first, second, ACTIVATION).to(out.dtype.element_ty), mask=mask)

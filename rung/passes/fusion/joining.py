@@ -1,0 +1,51 @@
+"""Putting one op in place of several nodes, where a provider takes it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from rung.passes.ir import IROp
+from rung.passes.kernels.invariant import NOT_ASKED
+
+_META = ("stack_trace", "nn_module_stack", "original_aten")  # the names in traces come from these
+
+
+def takes(op: IROp, args: tuple[Any, ...]) -> str | None:
+    """Why no provider takes the op with such arguments, or None."""
+    provider, refused = op.choose(*args)
+    if provider is not None:
+        return None
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        by_reason.setdefault(reason, []).append(name)
+    by_reason.pop(NOT_ASKED, None)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+
+
+def values_of(args: Sequence[Any]) -> tuple[Any, ...]:
+    """What the arguments of a node stand for, without memory."""
+    return tuple(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args)
+
+
+def put(
+    graph: fx.Graph, op: IROp, args: tuple[Any, ...], results: Sequence[fx.Node], joined: Sequence[fx.Node], at: fx.Node | None = None
+) -> None:
+    """Put the op in place of `results`, before `at` or the first of them; `joined` is what it makes superfluous, users first."""
+    values = tuple(result.meta["val"] for result in results)
+    with graph.inserting_before(at or results[0]):
+        node = graph.call_function(op.overload, args)
+        # not all of it: Inductor takes some entries, such as the values of the arguments in eager mode, as the new op's own
+        node.meta = {key: results[0].meta[key] for key in _META if key in results[0].meta}
+        node.meta["val"] = values if len(results) > 1 else values[0]
+        for index, result in enumerate(results):
+            taken = graph.call_function(operator.getitem, (node, index)) if len(results) > 1 else node
+            if taken is not node:
+                taken.meta = {key: result.meta[key] for key in (*_META, "val") if key in result.meta}
+            result.replace_all_uses_with(taken)
+    for superfluous in dict.fromkeys(joined):
+        if not superfluous.users:
+            graph.erase_node(superfluous)

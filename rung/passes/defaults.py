@@ -38,7 +38,7 @@ def _recognising() -> list[GraphPass]:
 
 def _joining(config: CompileConfig) -> list[GraphPass]:
     products: list[GraphPass] = [BatchInvariant()] if config.batch_invariant else [Siblings(), Projections()]
-    return [qk_norm_rope(), FlatRows(), *products, Duplicates(), norm_quant(), act_quant(), add_norm()]
+    return [qk_norm_rope(), FlatRows(), Duplicates(), *products, norm_quant(), act_quant(), add_norm()]
 
 
 def _late() -> list[GraphPass]:

@@ -16,7 +16,7 @@ from rung.models.llama import LlamaMLP, RMSNorm
 from rung.models.random import SHAPES
 from rung.passes.cleanup import Duplicates
 from rung.passes.fused_ops import FUSED_OPS
-from rung.passes.fusion import FlatRows, Projections, act_mul, act_quant, add_norm, norm_quant, qk_norm_rope, rms_norm
+from rung.passes.fusion import FlatRows, Projections, Siblings, act_mul, act_quant, add_norm, norm_quant, qk_norm_rope, rms_norm
 from rung.passes.ir import IR_OPS, IROp, fp8_linear, fp8_quant_per_token, fp8_quant_static
 from rung.passes.lowering import lower
 from tests.passes.graphs import misses, run, same, traced, traced_module
@@ -108,6 +108,25 @@ def test_a_layer_of_transformers_with_static_scales_has_norm_quant_twice_and_act
         graph = traced_module(module, *inputs)
         found = run(graph, rms_norm(), act_mul(), qk_norm_rope(), FlatRows(), Duplicates(), norm_quant(), act_quant(), add_norm())
         assert (found["norm_quant_static"], found["silu_mul_quant_static"], found["duplicates"]) == (2, 1, 3)
+        torch.testing.assert_close(graph(*inputs, *module.parameters()), module(*inputs), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("scheme", ["per_token", "per_tensor"])
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
+def test_e4m3_products_of_a_transformers_layer_meet_their_siblings(architecture: str, scheme: Scheme) -> None:
+    module = layers(architecture, torch.bfloat16)
+    names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    quantize_fp8(module, scheme, input_scales=dict.fromkeys(names, 0.02) if scheme == "per_tensor" else None)
+    inputs = [torch.randn(1, 6, size).bfloat16() for size in (SIZES["hidden_size"], SIZES["head_dim"], SIZES["head_dim"])]
+    with torch.no_grad():
+        graph = traced_module(module, *inputs)
+        siblings = Siblings(lambda op, args: None)
+        found = run(graph, rms_norm(), act_mul(), qk_norm_rope(), FlatRows(), Duplicates(), siblings, norm_quant(), act_quant())
+        assert (found["fp8_linear_three"], found["fp8_linear_gated"]) == (1, 1)
+        assert found["norm_quant" if scheme == "per_token" else "norm_quant_static"] == 2
+        torch.testing.assert_close(graph(*inputs, *module.parameters()), module(*inputs), atol=2e-2, rtol=2e-2)
+        lower(graph.graph, (*IR_OPS, *FUSED_OPS))  # no provider here: back to the bodies
+        graph.recompile()
         torch.testing.assert_close(graph(*inputs, *module.parameters()), module(*inputs), atol=2e-2, rtol=2e-2)
 
 

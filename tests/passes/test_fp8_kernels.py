@@ -17,7 +17,7 @@ from rung.passes.ir.fp8_linear import FP8_BLOCK, dequantised, fp8_block_body, fp
 from rung.passes.ir.rms_norm import rms_norm_body
 from rung.passes.kernels import fp8, fp8_launches
 from rung.passes.kernels.fp8_launches import add_norm_quantise, quantise
-from rung.passes.kernels.launches import Surroundings, Tiles, product
+from rung.passes.kernels.launches import Surroundings, Tiles, product, sibling_products
 
 pytestmark = [
     pytest.mark.skipif(why_no_triton(torch.device("cpu")) is not None, reason="needs Triton's interpreter"),
@@ -108,6 +108,37 @@ def test_product_of_e4m3_rows(tiles: Tiles, rows: int, squares: bool, activation
     wide = x.double().unflatten(1, (x_scale.shape[1], -1)) * x_scale.unsqueeze(2)
     wanted = BODIES[activation](wide.flatten(1) @ dequantised(weight, scale).double().T)
     assert (found.double() - wanted).norm() <= 1.5e-2 * wanted.norm()  # the interpreter cuts to bf16
+
+
+@pytest.mark.parametrize(("tiles", "rows"), [(TILES, 3), (SWAPPED, 17), (VECTOR, 1)], ids=["plain", "swapped", "vector"])
+@pytest.mark.parametrize("one", [False, True], ids=["a scale a row", "one scale"])
+def test_siblings_of_e4m3_rows(tiles: Tiles, rows: int, one: bool) -> None:
+    x, x_scale = wanted_of(torch.randn(rows, 256) * 0.1, "token")
+    x_scale = x_scale[:1].expand(rows, 1) if one else x_scale
+    products = [weight_of(n, 256, squares=False) for n in (64, 40, 17)]
+    found = sibling_products(x, [weight for weight, _ in products], [None] * 3, tiles, x_scale, [scale for _, scale in products])
+    for part, (weight, scale) in zip(found, products, strict=True):
+        wanted = (x.double() * x_scale) @ dequantised(weight, scale).double().T
+        assert part.dtype == torch.bfloat16
+        assert (part.double() - wanted).norm() <= 1.5e-2 * wanted.norm()  # the interpreter cuts to bf16
+
+
+@pytest.mark.parametrize(("tiles", "rows"), [(TILES, 3), (SWAPPED, 17), (VECTOR, 1)], ids=["plain", "swapped", "vector"])
+def test_halves_of_e4m3_that_lie_apart(tiles: Tiles, rows: int) -> None:
+    x, x_scale = wanted_of(torch.randn(rows, 256) * 0.1, "token")
+    (gate, gate_scale), (up, up_scale) = weight_of(96, 256, squares=False), weight_of(96, 256, squares=False)
+    around = Surroundings(x_scale=x_scale, weight_scale=gate_scale, up=up, up_scale=up_scale, activation="silu")
+    weight = torch.cat((dequantised(gate, gate_scale), dequantised(up, up_scale))).double()
+    wanted = BODIES["silu"]((x.double() * x_scale) @ weight.T)
+    assert (product(x, gate, around, tiles).double() - wanted).norm() <= 1.5e-2 * wanted.norm()
+
+
+def test_an_activation_of_two_tensors_is_quantised() -> None:
+    both = torch.randn(3, 80)
+    apart = quantise(both[:, :40].clone(), STATIC, 0, activation="gelu", up=both[:, 40:].clone())
+    joined = quantise(both, STATIC, 0, activation="gelu")
+    assert torch.equal(apart.values.float(), joined.values.float())
+    assert torch.equal(apart.scale, joined.scale)
 
 
 def test_parts_of_a_split_product_are_scaled() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rung.launch import Rehearsal, TritonLauncher, rehearse_launches
-from rung.passes.kernels import fp8, projections, siblings
+from rung.passes.kernels import fp8, fp8_siblings, projections, siblings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_scaled_mm")
 _LOOKS = ("empty", "view", "expand", "squeeze", ".t.", "transpose", "alias", "detach", "reshape")  # that launch nothing
@@ -46,6 +46,14 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def quantised(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty(rows, 4096, dtype=torch.float8_e4m3fn), empty(1, dtype=torch.float32)
+
+
+def weight(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty(n, 4096, dtype=torch.float8_e4m3fn), empty(n, dtype=torch.float32)
+
+
 @pytest.mark.parametrize(
     ("rows", "kernels"),
     [
@@ -62,10 +70,7 @@ def test_a_sum_and_the_norm_behind_it_are_one_kernel_and_few_rows_split_the_prod
 @pytest.mark.parametrize(("rows", "kernels"), [(1, ["vector_kernel"]), (64, ["product_kernel"]), (1024, ["repeat", "_scaled_mm"])])
 def test_rows_with_one_scale_are_multiplied_without_a_kernel_that_spreads_it(rows: int, kernels: list[str]) -> None:
     """Beyond our kernels `_scaled_mm` wants the scale as often as there are rows."""
-    e4m3 = torch.float8_e4m3fn
-    x, weight = empty(rows, 4096, dtype=e4m3), empty(4096, 4096, dtype=e4m3)
-    scales = empty(1, dtype=torch.float32), empty(4096, dtype=torch.float32)
-    assert launched(fp8.linear, x, scales[0], weight, scales[1], None, torch.bfloat16) == kernels
+    assert launched(fp8.linear, *quantised(rows), *weight(4096), None, torch.bfloat16) == kernels
 
 
 @pytest.mark.parametrize(
@@ -79,3 +84,27 @@ def test_queries_keys_and_values_are_one_launch_while_rows_are_few(rows: int, ke
 @pytest.mark.parametrize(("rows", "kernels"), [(1, ["vector_kernel"]), (64, ["product_kernel"]), (1024, ["mm", "mm", "activate_kernel"])])
 def test_a_gated_product_whose_halves_lie_apart_is_one_launch_while_rows_are_few(rows: int, kernels: list[str]) -> None:
     assert launched(siblings.gated, empty(rows, 4096), empty(14336, 4096), empty(14336, 4096), "silu") == kernels
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernels"),
+    [(1, ["sibling_vectors_kernel"]), (64, ["sibling_products_kernel"]), (1024, ["clone", "_scaled_mm", "_scaled_mm", "_scaled_mm"])],
+)
+def test_e4m3_queries_keys_and_values_spread_their_scale_once(rows: int, kernels: list[str]) -> None:
+    weights = (part for n in (4096, 1024, 1024) for part in weight(n))
+    assert launched(fp8_siblings.three, *quantised(rows), *weights, None, None, None, torch.bfloat16) == kernels
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernels"),
+    [
+        (1, ["vector_kernel", "quantise_kernel"]),
+        (64, ["product_kernel", "quantise_kernel"]),
+        (1024, ["clone", "_scaled_mm", "_scaled_mm", "quantise_kernel"]),
+    ],
+)
+@pytest.mark.parametrize("static", [False, True])
+def test_an_e4m3_gated_product_is_quantised_by_one_kernel(rows: int, kernels: list[str], static: bool) -> None:
+    scale = empty(1, dtype=torch.float32) if static else None
+    args = *quantised(rows), *weight(14336), *weight(14336), "silu", scale, torch.bfloat16
+    assert launched(fp8_siblings.gated, *args) == kernels

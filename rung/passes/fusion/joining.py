@@ -11,7 +11,7 @@ from torch import fx
 from rung.passes.ir import IROp
 from rung.passes.kernels.invariant import NOT_ASKED
 
-_META = ("stack_trace", "nn_module_stack", "original_aten")  # the names in traces come from these
+META = ("stack_trace", "nn_module_stack", "original_aten")  # the names in traces come from these
 
 
 def takes(op: IROp, args: tuple[Any, ...]) -> str | None:
@@ -39,12 +39,12 @@ def put(
     with graph.inserting_before(at or results[0]):
         node = graph.call_function(op.overload, args)
         # not all of it: Inductor takes some entries, such as the values of the arguments in eager mode, as the new op's own
-        node.meta = {key: results[0].meta[key] for key in _META if key in results[0].meta}
+        node.meta = {key: results[0].meta[key] for key in META if key in results[0].meta}
         node.meta["val"] = values if len(results) > 1 else values[0]
         for index, result in enumerate(results):
             taken = graph.call_function(operator.getitem, (node, index)) if len(results) > 1 else node
             if taken is not node:
-                taken.meta = {key: result.meta[key] for key in (*_META, "val") if key in result.meta}
+                taken.meta = {key: result.meta[key] for key in (*META, "val") if key in result.meta}
             result.replace_all_uses_with(taken)
     for superfluous in dict.fromkeys(joined):
         if not superfluous.users:

@@ -2,20 +2,33 @@
 
 mm(x, first), mm(x, second), mm(x, third)             linear_three
 silu_mul(mm(x, gate), mm(x, up))                      linear_gated
+
+Products of the same e4m3 rows by e4m3 weights become `fp8_linear_three`, and with the activation and the quantisation of its result, static
+or row by row, `fp8_linear_gated`, which hands on a scale for each row.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from rung.passes.fused_ops import GELU_MUL, SILU_MUL
-from rung.passes.fusion.joining import put, takes, values_of
+from rung.passes.fusion.joining import META, put, takes, values_of
 from rung.passes.fusion.products import Product, product_of
 from rung.passes.identity import code_identity, digest
-from rung.passes.ir import LINEAR_GATED, LINEAR_THREE, IROp
+from rung.passes.ir import (
+    FP8_LINEAR,
+    FP8_LINEAR_GATED,
+    FP8_LINEAR_THREE,
+    FP8_QUANT_PER_TOKEN,
+    FP8_QUANT_STATIC,
+    LINEAR_GATED,
+    LINEAR_THREE,
+    IROp,
+)
 
 _GATES: dict[Any, str] = {SILU_MUL.overload: "silu", GELU_MUL.overload: "gelu"}
 
@@ -35,18 +48,31 @@ class Siblings:
         return digest(code_identity(Siblings.run, put, product_of))
 
     def run(self, graph: fx.Graph) -> dict[str, int]:
-        report = {LINEAR_GATED.name: 0, LINEAR_THREE.name: 0}
+        report = {op.name: 0 for op in (LINEAR_GATED, LINEAR_THREE, FP8_LINEAR_GATED, FP8_LINEAR_THREE)}
         for node in list(graph.nodes):
             if node.target in _GATES and not node.kwargs:
-                _note(report, LINEAR_GATED, self._gated(graph, node))
+                if all(_is_fp8(arg) for arg in node.args):
+                    _note(report, FP8_LINEAR_GATED, self._fp8_gated(graph, node))
+                else:
+                    _note(report, LINEAR_GATED, self._gated(graph, node))
         groups: dict[fx.Node, list[Product]] = {}
+        scaled: dict[tuple[Any, Any], list[fx.Node]] = {}
         for node in graph.nodes:
             product = product_of(node)
             if type(product) is Product:
                 groups.setdefault(product.x, []).append(product)
+            elif _is_fp8(node):
+                scaled.setdefault((node.args[0], node.args[1]), []).append(node)
         for x, products in groups.items():
             if len(products) == 3:
-                _note(report, LINEAR_THREE, self._three(graph, x, products))
+                weights, biases = zip(*(product.weight for product in products), strict=True)
+                args = (x, *weights, *biases)
+                _note(report, LINEAR_THREE, self._three(graph, LINEAR_THREE, args, biases, [product.node for product in products]))
+        for rows, nodes in scaled.items():
+            if len(nodes) == 3 and len({node.args[5] for node in nodes}) == 1:
+                biases = tuple(node.args[4] for node in nodes)
+                args = (*rows, *(part for node in nodes for part in node.args[2:4]), *biases, nodes[0].args[5])
+                _note(report, FP8_LINEAR_THREE, self._three(graph, FP8_LINEAR_THREE, args, biases, nodes))
         return report
 
     def _gated(self, graph: fx.Graph, node: fx.Node) -> str | None:
@@ -66,20 +92,64 @@ class Siblings:
             put(graph, LINEAR_GATED, args, (node,), (node, gate.node, up.node))
         return reason
 
-    def _three(self, graph: fx.Graph, x: fx.Node, products: list[Product]) -> str | None:
+    def _fp8_gated(self, graph: fx.Graph, node: fx.Node) -> str | None:
         """Why not."""
-        weights, biases = zip(*(product.weight for product in products), strict=True)
+        gate, up = node.args
+        assert isinstance(gate, fx.Node)
+        assert isinstance(up, fx.Node)
+        if gate.args[:2] != up.args[:2] or gate.args[5] != up.args[5]:
+            return "the factors are no products of the same rows"
+        if any(list(half.users) != [node] for half in (gate, up)):
+            return "a factor has other readers"
+        if gate.args[4] is not None or up.args[4] is not None:
+            return "a factor has a bias"
+        (reader, *others) = node.users
+        if others or reader.target not in (FP8_QUANT_STATIC.overload, FP8_QUANT_PER_TOKEN.overload):
+            return "the result is not quantised, or read by others too"
+        scale = reader.args[1] if reader.target is FP8_QUANT_STATIC.overload else None
+        if scale is not None and not all(_is_fp8(user) and user.args[:2] == (reader, scale) for user in reader.users):
+            return "a static quantisation is read by something else than products with its scale"
+        args = (*gate.args[:4], *up.args[2:4], _GATES[node.target], scale, gate.args[5])
+        reason = self._why_not(FP8_LINEAR_GATED, values_of(args))
+        if reason is None:
+            with graph.inserting_before(reader):
+                made = graph.call_function(FP8_LINEAR_GATED.overload, args)
+                made.meta = {key: node.meta[key] for key in META if key in node.meta}
+                made.meta["val"] = FP8_LINEAR_GATED.overload(*values_of(args))
+                if scale is None:
+                    reader.replace_all_uses_with(made)
+                else:
+                    _hand_on(graph, reader, made)
+            for superfluous in (reader, node, gate, up):
+                graph.erase_node(superfluous)
+        return reason
+
+    def _three(self, graph: fx.Graph, op: IROp, args: tuple[Any, ...], biases: tuple[Any, ...], nodes: list[fx.Node]) -> str | None:
+        """Why not."""
         if len({bias is None for bias in biases}) > 1:
             return "some have a bias and some none"
-        first = products[0].node
-        if any(isinstance(arg, fx.Node) and not arg < first for arg in (*weights, *biases)):
+        if any(isinstance(arg, fx.Node) and not arg < nodes[0] for arg in args):
             return "a weight is computed behind the first product"
-        args = (x, *weights, *biases)
-        reason = self._why_not(LINEAR_THREE, values_of(args))
+        reason = self._why_not(op, values_of(args))
         if reason is None:
-            nodes = [product.node for product in products]
-            put(graph, LINEAR_THREE, args, nodes, nodes, at=first)
+            put(graph, op, args, nodes, nodes, at=nodes[0])
         return reason
+
+
+def _is_fp8(node: Any) -> bool:
+    """Whether a node is a product of e4m3 rows, not asked to be batch invariant."""
+    return isinstance(node, fx.Node) and node.target is FP8_LINEAR.overload and len(node.args) == 6 and isinstance(node.args[1], fx.Node)
+
+
+def _hand_on(graph: fx.Graph, quantised: fx.Node, made: fx.Node) -> None:
+    """The readers of a static quantisation get the values of `made`, and its scale for each row."""
+    parts = []
+    for index, value in enumerate(made.meta["val"]):
+        part = graph.call_function(operator.getitem, (made, index))
+        part.meta = {key: made.meta[key] for key in META if key in made.meta} | {"val": value}
+        parts.append(part)
+    for user in list(quantised.users):
+        user.args = (*parts, *user.args[2:])
 
 
 def _note(report: dict[str, int], op: IROp, why_not: str | None) -> None:

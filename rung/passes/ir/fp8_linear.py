@@ -158,7 +158,7 @@ def _block_sample(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[
 
 
 # e4m3 rounds to 1 in 16 of a value at most, 2.6e-2 in the mean; a block does so twice on its way.
-_TOLERANCE = {torch.bfloat16: 6e-2}
+TOLERANCE = {torch.bfloat16: 6e-2}
 _WEIGHT = "Tensor {0}weight, Tensor {0}weight_scale, Tensor? {0}input_scale, Tensor? {0}bias"
 _JOINED = f"Tensor x, {_WEIGHT.format('')}, Tensor residual, Tensor norm_weight, float epsilon, {_WEIGHT.format('next_')}, str activation"
 
@@ -175,28 +175,28 @@ FP8_LINEAR = define_ir_op(
         ),
         Provider("scaled_mm", fp8.why_not_linear, fp8.linear, fp8.describe_linear),
     ),
-    tolerance=_TOLERANCE,
+    tolerance=TOLERANCE,
     sample=_explicit_sample,
 )
 FP8_QUANT_LINEAR = define_ir_op(
     f"fp8_quant_linear(Tensor x, {_WEIGHT.format('')}, str activation, int group) -> Tensor",
     fp8_quant_linear_body,
     (Provider("triton", fp8.why_not_quant_linear, fp8.quant_linear, fp8.describe_quant_linear),),
-    tolerance=_TOLERANCE,
+    tolerance=TOLERANCE,
     sample=_quant_linear_sample,
 )
 FP8_NORM_LINEAR = define_ir_op(
     f"fp8_norm_linear(Tensor x, Tensor norm_weight, float epsilon, {_WEIGHT.format('')}, str activation, int group) -> Tensor",
     fp8_norm_linear_body,
     (Provider("triton", fp8.why_not_norm_linear, fp8.norm_linear, fp8.describe_norm_linear),),
-    tolerance=_TOLERANCE,
+    tolerance=TOLERANCE,
     sample=_norm_linear_sample,
 )
 FP8_LINEAR_NORM_LINEAR = define_ir_op(
     f"fp8_linear_norm_linear({_JOINED}, int group) -> (Tensor, Tensor)",
     fp8_linear_norm_linear_body,
     (Provider("triton", fp8.why_not_linear_norm_linear, fp8.linear_norm_linear, fp8.describe_linear_norm_linear),),
-    tolerance=_TOLERANCE,
+    tolerance=TOLERANCE,
     sample=_linear_norm_linear_sample,
 )
 FP8_BLOCK = define_ir_op(
@@ -204,7 +204,7 @@ FP8_BLOCK = define_ir_op(
     "str last_activation, int group) -> (Tensor, Tensor)",
     fp8_block_body,
     (Provider("triton", fp8.why_not_block, fp8.block, fp8.describe_block),),
-    tolerance=_TOLERANCE,
+    tolerance=TOLERANCE,
     sample=_block_sample,
 )
 

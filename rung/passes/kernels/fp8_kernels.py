@@ -33,10 +33,10 @@ def _put(values, column, n, row, input_scale, out, scales, scale_stride, KIND: t
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def quantise_kernel(
-    x, input_scale, out, scales, n, x_stride, scale_stride,
+    x, up, input_scale, out, scales, n, x_stride, up_stride, scale_stride,
     ACTIVATION: tl.constexpr, KIND: tl.constexpr, PROGRAMMATIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows x [rows, n], or with ACTIVATION that of the halves of x [rows, 2 * n], as e4m3 out [rows, n] and scales. Grid: (rows)."""
+    """Rows x [rows, n], or with ACTIVATION that of x times up [rows, n], as e4m3 out [rows, n] and scales. Grid: (rows)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < n
@@ -45,8 +45,8 @@ def quantise_kernel(
         tl.extra.cuda.gdc_wait()
     values = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION != "":
-        up = tl.load(x + row * x_stride + n + column, mask=mask, other=0.0).to(tl.float32)
-        values = _activate(values, up, ACTIVATION).to(x.dtype.element_ty).to(tl.float32)
+        factor = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+        values = _activate(values, factor, ACTIVATION).to(x.dtype.element_ty).to(tl.float32)
     _put(values, column, n, row, input_scale, out, scales, scale_stride, KIND, BLOCK)
 
 

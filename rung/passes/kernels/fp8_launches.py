@@ -22,14 +22,24 @@ class Quantised(NamedTuple):
 
 
 def quantise(
-    x: torch.Tensor, input_scale: torch.Tensor | None, group: int, *, activation: str = "", programmatic: bool = False
+    x: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    group: int,
+    *,
+    activation: str = "",
+    up: torch.Tensor | None = None,
+    programmatic: bool = False,
 ) -> Quantised:
-    """x [rows, n], or the activation of the first half of x [rows, 2 * n] times the second."""
-    rows, n = x.shape[0], x.shape[1] // (2 if activation else 1)
+    """x [rows, n], or with an activation that of x times `up` [rows, n], or where there is none of the first half of x [rows, 2 * n] times
+    the second."""
+    if activation and up is None:
+        x, up = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
+    rows, n = x.shape
     made = _empty(rows, n, group if input_scale is None else 0, x.device)
+    factor = x if up is None else up
     QUANTISE.run(
         (rows, 1, 1),
-        x, x if input_scale is None else input_scale, *made, n, x.stride(0), made.scale.stride(1),
+        x, factor, x if input_scale is None else input_scale, *made, n, x.stride(0), factor.stride(0), made.scale.stride(1),
         ACTIVATION=activation, KIND=_kind(input_scale, group), PROGRAMMATIC=programmatic, launch_pdl=programmatic, **_size(n),
     )  # fmt: skip
     return made

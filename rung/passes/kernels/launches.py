@@ -47,7 +47,9 @@ class Surroundings:
     x_scale: torch.Tensor | None = None
     weight_scale: torch.Tensor | None = None  # of an e4m3 weight, float32: [n], or [n / 128, k / 128]; n doubled with an activation
     activation: str = ""  # "silu" or "gelu": of the first half of the product, times the second
-    up: torch.Tensor | None = None  # [n, k] with the strides of the weight: the second half, where it lies apart; without a bias or scales
+    # where the second half lies apart: [n, k] with the strides of the weight, and [n]; then there is no bias
+    up: torch.Tensor | None = None
+    up_scale: torch.Tensor | None = None
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: Tiles) -> torch.Tensor:
@@ -85,19 +87,20 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     }
     columns = -(-n // tiles.block_n)
     added, biased, scales = (x if other is None else other for other in (residual, bias, scale))
-    scale_stride, x_scale, up = scales.stride(0), around.x_scale, weight if around.up is None else around.up
+    scale_stride, x_scale = scales.stride(0), around.x_scale
+    up, up_scale = weight if around.up is None else around.up, scales if around.up_scale is None else around.up_scale
     if tiles.block_m == 1:
         VECTOR.run(
             (columns, 1, 1),
-            x, x if x_scale is None else x_scale, weight, up, scales, biased, added, x if norm_weight is None else norm_weight, out, n, k,
-            around.epsilon, weight.stride(0), scale_stride,
+            x, x if x_scale is None else x_scale, weight, up, scales, up_scale, biased, added,
+            x if norm_weight is None else norm_weight, out, n, k, around.epsilon, weight.stride(0), scale_stride,
             X_SCALED=x_scale is not None, NORM=norm_weight is not None, STAGES=tiles.num_stages, **named,
         )  # fmt: skip
         return out
     blocks = -(-rows // tiles.block_m)
     PRODUCT.run(
         (columns * blocks, tiles.splits, 1),
-        x, x if x_scale is None else x_scale, weight, up, scales, biased, added, out, rows, n, k, blocks,
+        x, x if x_scale is None else x_scale, weight, up, scales, up_scale, biased, added, out, rows, n, k, blocks,
         x.stride(0), *((0, 0) if x_scale is None else x_scale.stride()),
         weight.stride(0), scale_stride, 0 if residual is None else residual.stride(0),
         X_SCALED=x_scale is not None, SPLITS=tiles.splits, SWAP=tiles.swap, BLOCK_M=tiles.block_m, num_stages=tiles.num_stages, **named,
@@ -106,16 +109,26 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
 
 
 def sibling_products(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], tiles: Tiles
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    tiles: Tiles,
+    x_scale: torch.Tensor | None = None,
+    scales: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """x [rows, k] @ weight.T of three contiguous weights in one launch; each [rows, n] in x's dtype. All have a bias or none."""
+    """x [rows, k] @ weight.T of three contiguous weights in one launch; each [rows, n] in x's dtype. All have a bias or none.
+
+    With `x_scale` ([rows, 1]) rows and weights are e4m3, the weights with scales [n], and the results bf16."""
     rows, k = x.shape
-    outs = tuple(torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device) for weight in weights)
+    dtype = x.dtype if x_scale is None else torch.bfloat16
+    outs = tuple(torch.empty((rows, weight.shape[0]), dtype=dtype, device=x.device) for weight in weights)
     if rows == 0:
         return outs
     added = [x if bias is None else bias for bias in biases]
     sizes = [weight.shape[0] for weight in weights]
+    scaled = x, x if x_scale is None else x_scale, *weights, *(scales or (x, x, x))
     named = {
+        "SCALED": x_scale is not None,
         "BIAS": biases[0] is not None,
         "EVEN_N": all(n % tiles.block_n == 0 for n in sizes),
         "EVEN_K": k % tiles.block_k == 0,
@@ -127,12 +140,12 @@ def sibling_products(
     }
     columns = sum(-(-n // tiles.block_n) for n in sizes)
     if tiles.block_m == 1:
-        SIBLING_VECTORS.run((columns, 1, 1), x, *weights, *added, *outs, *sizes, k, STAGES=tiles.num_stages, **named)
+        SIBLING_VECTORS.run((columns, 1, 1), *scaled, *added, *outs, *sizes, k, STAGES=tiles.num_stages, **named)
         return outs
     blocks = -(-rows // tiles.block_m)
     SIBLING_PRODUCTS.run(
         (columns * blocks, 1, 1),
-        x, *weights, *added, *outs, rows, *sizes, k, blocks, x.stride(0),
+        *scaled, *added, *outs, rows, *sizes, k, blocks, x.stride(0), 0 if x_scale is None else x_scale.stride(0),
         SWAP=tiles.swap, BLOCK_M=tiles.block_m, num_stages=tiles.num_stages, **named,
     )  # fmt: skip
     return outs

@@ -93,13 +93,13 @@ def _add_product(
 
 @triton.jit
 def _product_tile(
-    x, x_scale, weight, up, weight_scale, bias, residual, out, rows, n, k, row_block, column_block,
+    x, x_scale, weight, up, weight_scale, up_scale, bias, residual, out, rows, n, k, row_block, column_block,
     x_stride, x_scale_row, x_scale_stride, weight_stride, scale_stride, residual_stride,
     X_SCALED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr,
     SCALED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `product_kernel`; `up` is the second half of a gated weight."""
+    """One tile of `product_kernel`; `up` is the second half of a gated weight, `up_scale` where its scales begin (unless SCALED is 2)."""
     split = tl.program_id(1)
     m = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -149,7 +149,7 @@ def _product_tile(
             x_scales = tl.load(x_scale + m * x_scale_row, mask=inside, other=0.0)
         total *= tl.load(weight_scale + columns, mask=columns < n, other=0.0)[None, :] * x_scales[:, None]
         if ACTIVATION != "":
-            total_up *= tl.load(weight_scale + n + columns, mask=columns < n, other=0.0)[None, :] * x_scales[:, None]
+            total_up *= tl.load(up_scale + columns, mask=columns < n, other=0.0)[None, :] * x_scales[:, None]
     mask = inside[:, None] & (columns[None, :] < n)
     if SPLITS > 1:
         tl.store(out + (split.to(tl.int64) * rows + m[:, None]) * n + columns[None, :], total, mask=mask)
@@ -159,7 +159,7 @@ def _product_tile(
 
 @triton.jit(do_not_specialize=["rows", "m_blocks", "x_scale_row", "x_scale_stride"])
 def product_kernel(
-    x, x_scale, weight, up, weight_scale, bias, residual, out, rows, n, k, m_blocks,
+    x, x_scale, weight, up, weight_scale, up_scale, bias, residual, out, rows, n, k, m_blocks,
     x_stride, x_scale_row, x_scale_stride, weight_stride, scale_stride, residual_stride,
     X_SCALED: tl.constexpr, APART: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr,
     SCALED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr,
@@ -172,7 +172,8 @@ def product_kernel(
     out [SPLITS, rows, n], and nothing stands around it. Grid: (blocks of n * blocks of rows, SPLITS)."""
     block = tl.program_id(0)
     _product_tile(
-        x, x_scale, weight, up if APART else weight + n.to(tl.int64) * weight_stride, weight_scale, bias, residual, out, rows, n, k,
+        x, x_scale, weight, up if APART else weight + n.to(tl.int64) * weight_stride,
+        weight_scale, up_scale if APART else weight_scale + n, bias, residual, out, rows, n, k,
         block % m_blocks, block // m_blocks, x_stride, x_scale_row, x_scale_stride, weight_stride, scale_stride, residual_stride,
         X_SCALED, ACTIVATION, BIAS, RESIDUAL, SPLITS, SCALED, EVEN_N, EVEN_K, SWAP, PREFETCH, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
@@ -180,7 +181,8 @@ def product_kernel(
 
 @triton.jit
 def _vector_tile(
-    x, x_scale, weight, up, weight_scale, bias, residual, norm_weight, out, n, k, column_block, epsilon, weight_stride, scale_stride,
+    x, x_scale, weight, up, weight_scale, up_scale, bias, residual, norm_weight, out, n, k, column_block, epsilon,
+    weight_stride, scale_stride,
     X_SCALED: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     SCALED: tl.constexpr, PREFETCH: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -226,7 +228,7 @@ def _vector_tile(
     if SCALED == 1:
         product *= tl.load(weight_scale + columns, mask=columns < n, other=0.0)
         if ACTIVATION != "":
-            product_up *= tl.load(weight_scale + n + columns, mask=columns < n, other=0.0)
+            product_up *= tl.load(up_scale + columns, mask=columns < n, other=0.0)
     if X_SCALED:
         product *= tl.load(x_scale)
         product_up *= tl.load(x_scale)
@@ -242,7 +244,7 @@ def _vector_tile(
 
 @triton.jit
 def vector_kernel(
-    x, x_scale, weight, up, weight_scale, bias, residual, norm_weight, out, n, k, epsilon, weight_stride, scale_stride,
+    x, x_scale, weight, up, weight_scale, up_scale, bias, residual, norm_weight, out, n, k, epsilon, weight_stride, scale_stride,
     X_SCALED: tl.constexpr, APART: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, SCALED: tl.constexpr, PREFETCH: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -251,8 +253,9 @@ def vector_kernel(
 
     The norm needs no pass of its own: x * norm_weight goes into the product, and 1 / rms scales the sum. Grid: (blocks of n)."""
     _vector_tile(
-        x, x_scale, weight, up if APART else weight + n.to(tl.int64) * weight_stride, weight_scale, bias, residual, norm_weight, out, n, k,
-        tl.program_id(0), epsilon, weight_stride, scale_stride,
+        x, x_scale, weight, up if APART else weight + n.to(tl.int64) * weight_stride,
+        weight_scale, up_scale if APART else weight_scale + n, bias, residual, norm_weight, out, n, k, tl.program_id(0), epsilon,
+        weight_stride, scale_stride,
         X_SCALED, NORM, ACTIVATION, BIAS, RESIDUAL, SCALED, PREFETCH, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
 

@@ -120,10 +120,12 @@ def test_e4m3_products_of_a_transformers_layer_meet_their_siblings(architecture:
     inputs = [torch.randn(1, 6, size).bfloat16() for size in (SIZES["hidden_size"], SIZES["head_dim"], SIZES["head_dim"])]
     with torch.no_grad():
         graph = traced_module(module, *inputs)
-        siblings = Siblings(lambda op, args: None)
-        found = run(graph, rms_norm(), act_mul(), qk_norm_rope(), FlatRows(), Duplicates(), siblings, norm_quant(), act_quant())
-        assert (found["fp8_linear_three"], found["fp8_linear_gated"]) == (1, 1)
-        assert found["norm_quant" if scheme == "per_token" else "norm_quant_static"] == 2
+        joined = Siblings(lambda op, args: None), Projections(lambda op, args: None)
+        found = run(graph, rms_norm(), act_mul(), qk_norm_rope(), FlatRows(), Duplicates(), *joined, norm_quant(), act_quant(), add_norm())
+        # attention's output, the sum, the norm, the quantisation; behind the MLP the norm is not quantised
+        assert (found["fp8_linear_three"], found["fp8_linear_gated"], found["fp8_linear_norm"]) == (1, 1, 1)
+        assert found["norm_quant" if scheme == "per_token" else "norm_quant_static"] == 1
+        assert found["add_norm"] == 1
         torch.testing.assert_close(graph(*inputs, *module.parameters()), module(*inputs), atol=2e-2, rtol=2e-2)
         lower(graph.graph, (*IR_OPS, *FUSED_OPS))  # no provider here: back to the bodies
         graph.recompile()

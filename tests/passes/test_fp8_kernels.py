@@ -13,9 +13,9 @@ import torch
 from rung.attention.backends.triton_paged import why_no_triton
 from rung.passes.ir.activation import gelu_body, silu_body
 from rung.passes.ir.fp8 import GROUP, quant_group_body, quant_per_token_body, quant_static_body
-from rung.passes.ir.fp8_linear import FP8_BLOCK, dequantised, fp8_block_body, fp8_norm_linear_body
+from rung.passes.ir.fp8_linear import FP8_BLOCK, dequantised, fp8_block_body, fp8_linear_norm_body, fp8_norm_linear_body
 from rung.passes.ir.rms_norm import rms_norm_body
-from rung.passes.kernels import fp8, fp8_launches
+from rung.passes.kernels import fp8, fp8_launches, fp8_norm
 from rung.passes.kernels.fp8_launches import add_norm_quantise, quantise
 from rung.passes.kernels.launches import Surroundings, Tiles, product, sibling_products
 
@@ -145,6 +145,23 @@ def test_parts_of_a_split_product_are_scaled() -> None:
     x, (weight, scale) = torch.randn(3, 64), weight_of(32, 64, squares=False)
     parts = product(x, weight, Surroundings(weight_scale=scale), SPLIT)
     torch.testing.assert_close(parts.sum(0), x @ dequantised(weight, scale).T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("static", [False, True])
+def test_sum_norm_and_quantisation_of_few_rows(monkeypatch: pytest.MonkeyPatch, rows: int, static: bool) -> None:
+    monkeypatch.setattr(fp8, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT)
+    x, x_scale = wanted_of(torch.randn(rows, 64), "token")
+    x_scale = torch.full((1,), 0.01) if static else x_scale
+    bias, residual, norm_weight = torch.randn(32), torch.randn(rows, 32), torch.rand(32)
+    args = x, x_scale, *weight_of(32, 64, squares=False), bias, residual, norm_weight, 1e-5, STATIC if static else None
+    values, scales, hidden = fp8_norm.linear_norm(*args)
+    wanted_values, wanted_scales, wanted = fp8_linear_norm_body(*args)
+    torch.testing.assert_close(hidden, wanted, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(scales, wanted_scales, atol=0, rtol=1e-2)
+    assert values.shape == wanted_values.shape
+    difference = values.to(torch.float8_e4m3fn).float() * scales - wanted_values.float() * wanted_scales
+    assert difference.norm() <= 5e-2 * (wanted_values.float() * wanted_scales).norm() + 1e-6
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rung.launch import Rehearsal, TritonLauncher, rehearse_launches
-from rung.passes.kernels import fp8, fp8_siblings, projections, siblings
+from rung.passes.kernels import fp8, fp8_norm, fp8_siblings, projections, siblings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_scaled_mm")
 _LOOKS = ("empty", "view", "expand", "squeeze", ".t.", "transpose", "alias", "detach", "reshape")  # that launch nothing
@@ -108,3 +108,16 @@ def test_an_e4m3_gated_product_is_quantised_by_one_kernel(rows: int, kernels: li
     scale = empty(1, dtype=torch.float32) if static else None
     args = *quantised(rows), *weight(14336), *weight(14336), "silu", scale, torch.bfloat16
     assert launched(fp8_siblings.gated, *args) == kernels
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernels"),
+    [
+        (1, ["vector_kernel", "add_norm_quantise_kernel"]),
+        (64, ["product_kernel / 4", "add_norm_quantise_kernel"]),
+        (1024, ["repeat", "_scaled_mm", "add_norm_quantise_kernel"]),
+    ],
+)
+def test_an_e4m3_product_may_be_split_before_sum_norm_and_quantisation(rows: int, kernels: list[str]) -> None:
+    args = *quantised(rows), *weight(4096), None, empty(rows, 4096), empty(4096), 1e-5, empty(1, dtype=torch.float32)
+    assert launched(fp8_norm.linear_norm, *args) == kernels

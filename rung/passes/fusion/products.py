@@ -138,7 +138,7 @@ def _quantised(node: fx.Node) -> Product | None:
         parts = (values, scale)
         source = values.args[0] if values.target is operator.getitem else None
         if not isinstance(source, fx.Node) or source.target not in QUANTISATIONS:
-            one_scale = values.meta["val"].dtype == E4M3 and scale.meta["val"].numel() == 1
+            one_scale = values.meta["val"].dtype == E4M3 and scale.meta["val"].dim() <= 1
             return QuantisedProduct(node, given=True) if one_scale else None
         fits = all(part.target is operator.getitem and part.args == (source, index) for index, part in enumerate(parts))
         fits = fits and len(source.users) == 2 and all(list(part.users) == [node] for part in parts)

@@ -22,12 +22,14 @@ import torch
 from torch import fx
 
 from rung.passes.fusion import joining, products
-from rung.passes.fusion.joining import put, takes, values_of
+from rung.passes.fusion.joining import are_products_of, is_scaled_product, put, quantised_by, takes, values_of
 from rung.passes.fusion.products import QUANTISATIONS, Product, product_of
 from rung.passes.ir import (
     FP8_BLOCK,
     FP8_LINEAR,
+    FP8_LINEAR_NORM,
     FP8_LINEAR_NORM_LINEAR,
+    FP8_QUANT_PER_TOKEN,
     FP8_QUANT_STATIC,
     GELU_AND_MUL,
     LINEAR,
@@ -71,6 +73,7 @@ class Projections:
                 join(product)
         for norm in list(graph.find_nodes(op="call_function", target=RMS_NORM.overload)):
             join.sum_and_norm_of_many(norm)
+            join.quantised_sum_and_norm(norm)
         for target in _PRODUCTS:
             for node in list(graph.find_nodes(op="call_function", target=target)):
                 if (product := product_of(node)) is not None:
@@ -132,6 +135,34 @@ class _Join:
             return
         args = before.x, *before.weight, residual, norm_weight, epsilon
         self._put(LINEAR_NORM, args, (norm, hidden), (norm, hidden, *before.nodes), at=hidden)
+
+    def quantised_sum_and_norm(self, norm: fx.Node) -> None:
+        """As `sum_and_norm_of_many`, of a product of e4m3 rows, with the quantisation behind the norm."""
+        hidden, norm_weight, epsilon = norm.args
+        found = _scaled_sum(hidden)
+        if found is None or len(norm.users) != 1:
+            return
+        (reader,) = norm.users
+        if reader.target not in (FP8_QUANT_STATIC.overload, FP8_QUANT_PER_TOKEN.overload):
+            return
+        assert isinstance(hidden, fx.Node)
+        product, residual = found
+        scale = reader.args[1] if reader.target is FP8_QUANT_STATIC.overload else None
+        if isinstance(scale, fx.Node) and not are_products_of(reader, scale):
+            self._miss("a static quantisation is read by something else than products with its scale")
+            return
+        if any(isinstance(arg, fx.Node) and not arg < hidden for arg in (norm_weight, scale)):
+            self._miss("the weight of a norm, or a scale, is computed behind the sum")
+            return
+        args = (*product.args[:5], residual, norm_weight, epsilon, scale)
+        reason = self._why_not(FP8_LINEAR_NORM, values_of(args))
+        if reason is not None:
+            self._miss(f"{FP8_LINEAR_NORM.name}: {reason}")
+            return
+        quantised_by(self._graph, FP8_LINEAR_NORM, args, reader, at=hidden, also=hidden)
+        for superfluous in (reader, norm, hidden, product):
+            self._graph.erase_node(superfluous)
+        self.report[FP8_LINEAR_NORM.name] = self.report.get(FP8_LINEAR_NORM.name, 0) + 1
 
     def alone(self, product: Product) -> None:
         """A product that nothing was joined with becomes an op too, which chooses by the number of rows; an e4m3 one together with its
@@ -197,6 +228,18 @@ def _sum(node: Any) -> tuple[Product, fx.Node] | None:
         found = product_of(product) if isinstance(product, fx.Node) else None
         if found is not None and len(found.node.users) == 1 and isinstance(residual, fx.Node) and _alike(found.node, residual):
             return found, residual
+    return None
+
+
+def _scaled_sum(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """The product of e4m3 rows and the residual of a sum, or None."""
+    if not isinstance(node, fx.Node) or node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
+        return None
+    for product, residual in (node.args, node.args[::-1]):
+        if not isinstance(product, fx.Node) or not isinstance(residual, fx.Node):
+            continue
+        if is_scaled_product(product) and len(product.users) == 1 and _alike(product, residual):
+            return product, residual
     return None
 
 

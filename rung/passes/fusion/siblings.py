@@ -9,18 +9,16 @@ or row by row, `fp8_linear_gated`, which hands on a scale for each row.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from rung.passes.fused_ops import GELU_MUL, SILU_MUL
-from rung.passes.fusion.joining import META, put, takes, values_of
+from rung.passes.fusion.joining import are_products_of, is_scaled_product, put, quantised_by, takes, values_of
 from rung.passes.fusion.products import Product, product_of
 from rung.passes.identity import code_identity, digest
 from rung.passes.ir import (
-    FP8_LINEAR,
     FP8_LINEAR_GATED,
     FP8_LINEAR_THREE,
     FP8_QUANT_PER_TOKEN,
@@ -51,7 +49,7 @@ class Siblings:
         report = {op.name: 0 for op in (LINEAR_GATED, LINEAR_THREE, FP8_LINEAR_GATED, FP8_LINEAR_THREE)}
         for node in list(graph.nodes):
             if node.target in _GATES and not node.kwargs:
-                if all(_is_fp8(arg) for arg in node.args):
+                if all(is_scaled_product(arg) for arg in node.args):
                     _note(report, FP8_LINEAR_GATED, self._fp8_gated(graph, node))
                 else:
                     _note(report, LINEAR_GATED, self._gated(graph, node))
@@ -61,7 +59,7 @@ class Siblings:
             product = product_of(node)
             if type(product) is Product:
                 groups.setdefault(product.x, []).append(product)
-            elif _is_fp8(node):
+            elif is_scaled_product(node):
                 scaled.setdefault((node.args[0], node.args[1]), []).append(node)
         for x, products in groups.items():
             if len(products) == 3:
@@ -107,19 +105,12 @@ class Siblings:
         if others or reader.target not in (FP8_QUANT_STATIC.overload, FP8_QUANT_PER_TOKEN.overload):
             return "the result is not quantised, or read by others too"
         scale = reader.args[1] if reader.target is FP8_QUANT_STATIC.overload else None
-        if scale is not None and not all(_is_fp8(user) and user.args[:2] == (reader, scale) for user in reader.users):
+        if isinstance(scale, fx.Node) and not are_products_of(reader, scale):
             return "a static quantisation is read by something else than products with its scale"
         args = (*gate.args[:4], *up.args[2:4], _GATES[node.target], scale, gate.args[5])
         reason = self._why_not(FP8_LINEAR_GATED, values_of(args))
         if reason is None:
-            with graph.inserting_before(reader):
-                made = graph.call_function(FP8_LINEAR_GATED.overload, args)
-                made.meta = {key: node.meta[key] for key in META if key in node.meta}
-                made.meta["val"] = FP8_LINEAR_GATED.overload(*values_of(args))
-                if scale is None:
-                    reader.replace_all_uses_with(made)
-                else:
-                    _hand_on(graph, reader, made)
+            quantised_by(graph, FP8_LINEAR_GATED, args, reader, at=reader)
             for superfluous in (reader, node, gate, up):
                 graph.erase_node(superfluous)
         return reason
@@ -134,22 +125,6 @@ class Siblings:
         if reason is None:
             put(graph, op, args, nodes, nodes, at=nodes[0])
         return reason
-
-
-def _is_fp8(node: Any) -> bool:
-    """Whether a node is a product of e4m3 rows, not asked to be batch invariant."""
-    return isinstance(node, fx.Node) and node.target is FP8_LINEAR.overload and len(node.args) == 6 and isinstance(node.args[1], fx.Node)
-
-
-def _hand_on(graph: fx.Graph, quantised: fx.Node, made: fx.Node) -> None:
-    """The readers of a static quantisation get the values of `made`, and its scale for each row."""
-    parts = []
-    for index, value in enumerate(made.meta["val"]):
-        part = graph.call_function(operator.getitem, (made, index))
-        part.meta = {key: made.meta[key] for key in META if key in made.meta} | {"val": value}
-        parts.append(part)
-    for user in list(quantised.users):
-        user.args = (*parts, *user.args[2:])
 
 
 def _note(report: dict[str, int], op: IROp, why_not: str | None) -> None:

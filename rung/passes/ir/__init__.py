@@ -9,7 +9,15 @@ from rung.passes.ir.fp8 import (
     fp8_quant_per_token,
     fp8_quant_static,
 )
-from rung.passes.ir.fp8_linear import FP8_BLOCK, FP8_LINEAR, FP8_LINEAR_NORM_LINEAR, FP8_NORM_LINEAR, FP8_QUANT_LINEAR, fp8_linear
+from rung.passes.ir.fp8_linear import (
+    FP8_BLOCK,
+    FP8_LINEAR,
+    FP8_LINEAR_NORM,
+    FP8_LINEAR_NORM_LINEAR,
+    FP8_NORM_LINEAR,
+    FP8_QUANT_LINEAR,
+    fp8_linear,
+)
 from rung.passes.ir.fp8_siblings import FP8_LINEAR_GATED, FP8_LINEAR_THREE
 from rung.passes.ir.linear import LINEAR, LINEAR_NORM, LINEAR_NORM_LINEAR, NORM_LINEAR, linear, norm_linear
 from rung.passes.ir.op import IROp, Provider, define_ir_op
@@ -20,13 +28,14 @@ IR_OPS: tuple[IROp, ...] = (
     *(RMS_NORM, SILU_AND_MUL, GELU_AND_MUL, LINEAR, NORM_LINEAR, LINEAR_NORM, LINEAR_NORM_LINEAR),
     *(LINEAR_GATED, LINEAR_THREE, FP8_LINEAR_GATED, FP8_LINEAR_THREE),
     *(FP8_QUANT_STATIC, FP8_QUANT_PER_TOKEN, FP8_QUANT_GROUP),
-    *(FP8_LINEAR, FP8_QUANT_LINEAR, FP8_NORM_LINEAR, FP8_LINEAR_NORM_LINEAR, FP8_BLOCK),
+    *(FP8_LINEAR, FP8_QUANT_LINEAR, FP8_NORM_LINEAR, FP8_LINEAR_NORM, FP8_LINEAR_NORM_LINEAR, FP8_BLOCK),
 )
 
 __all__ = [
     "FP8_BLOCK",
     "FP8_LINEAR",
     "FP8_LINEAR_GATED",
+    "FP8_LINEAR_NORM",
     "FP8_LINEAR_NORM_LINEAR",
     "FP8_LINEAR_THREE",
     "FP8_NORM_LINEAR",

@@ -36,6 +36,13 @@ def quant_group_body(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     return _rounded(wide / scale).flatten(-2), scale.squeeze(-1)
 
 
+def quant_rows_body(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """By one given scale, or per token; either way with a scale for each row, of its own memory."""
+    if scale is None:
+        return quant_per_token_body(x)
+    return quant_static_body(x, scale), scale.expand(x.shape[0], 1).clone(memory_format=torch.contiguous_format)
+
+
 FP8_QUANT_STATIC = define_ir_op("fp8_quant_static(Tensor x, Tensor scale) -> Tensor", quant_static_body)
 FP8_QUANT_PER_TOKEN = define_ir_op("fp8_quant_per_token(Tensor x) -> (Tensor, Tensor)", quant_per_token_body)
 FP8_QUANT_GROUP = define_ir_op("fp8_quant_group(Tensor x, int group) -> (Tensor, Tensor)", quant_group_body)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from rung.passes.ir.fp8 import E4M3, GROUP, quant_group_body, quant_per_token_body, quant_static_body
+from rung.passes.ir.fp8 import E4M3, GROUP, quant_group_body, quant_per_token_body, quant_rows_body, quant_static_body
 from rung.passes.ir.linear import ACTIVATIONS
 from rung.passes.ir.op import Provider, define_ir_op
 from rung.passes.ir.rms_norm import rms_norm_body
-from rung.passes.kernels import fp8, invariant
+from rung.passes.kernels import fp8, fp8_norm, invariant
 
 Scale = torch.Tensor | None
 
@@ -107,6 +107,21 @@ def fp8_linear_norm_linear_body(
     return fp8_norm_linear_body(hidden, norm_weight, epsilon, *following), hidden
 
 
+def fp8_linear_norm_body(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: Scale,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    epsilon: float,
+    out_scale: Scale,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden = fp8_linear_body(x, x_scale, weight, weight_scale, bias, residual.dtype) + residual
+    return *quant_rows_body(rms_norm_body(hidden, norm_weight, epsilon), out_scale), hidden
+
+
 def fp8_block_body(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = fp8.halves(args)
     middle, residual = fp8_linear_norm_linear_body(x, *first)
@@ -130,6 +145,12 @@ def _sample(rows: int, dtype: torch.dtype, device: torch.device, *, k: int = 320
         "down": (*weight(n, k), make(n)),
         "qkv": (*weight(320, n), None),
     }
+
+
+def _linear_norm_sample(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    made = _sample(rows, dtype, device)
+    rows_of_x = quant_per_token_body(made["x"])
+    return *rows_of_x, *made["o"][:2], made["o"][3], made["residual"], *made["norm"], torch.full((1,), 0.02, device=device)
 
 
 def _explicit_sample(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
@@ -191,6 +212,14 @@ FP8_NORM_LINEAR = define_ir_op(
     (Provider("triton", fp8.why_not_norm_linear, fp8.norm_linear, fp8.describe_norm_linear),),
     tolerance=TOLERANCE,
     sample=_norm_linear_sample,
+)
+FP8_LINEAR_NORM = define_ir_op(
+    "fp8_linear_norm(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor residual, Tensor norm_weight, "
+    "float epsilon, Tensor? out_scale) -> (Tensor, Tensor, Tensor)",
+    fp8_linear_norm_body,
+    (Provider("triton", fp8_norm.why_not, fp8_norm.linear_norm, fp8_norm.describe),),
+    tolerance=TOLERANCE,
+    sample=_linear_norm_sample,
 )
 FP8_LINEAR_NORM_LINEAR = define_ir_op(
     f"fp8_linear_norm_linear({_JOINED}, int group) -> (Tensor, Tensor)",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rung.passes.ir.activation import gelu_mul, silu_mul
-from rung.passes.ir.fp8 import quant_per_token_body, quant_static_body
+from rung.passes.ir.fp8 import quant_per_token_body, quant_rows_body
 from rung.passes.ir.fp8_linear import TOLERANCE, fp8_linear_body
 from rung.passes.ir.op import Provider, define_ir_op
 from rung.passes.kernels import fp8_siblings
@@ -28,10 +28,7 @@ def fp8_linear_gated_body(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     halves = (fp8_linear_body(x, x_scale, weight, scale, None, dtype) for weight, scale in ((gate, gate_scale), (up, up_scale)))
-    made = _GATES[activation](*halves)
-    if out_scale is None:
-        return quant_per_token_body(made)
-    return quant_static_body(made, out_scale), out_scale.expand(made.shape[0], 1).clone(memory_format=torch.contiguous_format)
+    return quant_rows_body(_GATES[activation](*halves), out_scale)
 
 
 def fp8_linear_three_body(

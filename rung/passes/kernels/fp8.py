@@ -67,7 +67,7 @@ def why_not_linear(
 
 
 def describe_linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, *_: Any) -> str:
-    return "weights alone" if x_scale is None else _describe(weight, weight_scale, None, "")
+    return "weights alone" if x_scale is None else describe_product(weight, weight_scale, None, "")
 
 
 def linear(
@@ -86,10 +86,10 @@ def linear(
             return launches.product(rows_of(x), weight, Surroundings(bias=bias, weight_scale=weight_scale), tiles)
         return F.linear(x, _dequantised(given), bias)
     if x_scale.numel() == 1:
-        quantised = _given(rows_of(x), given._replace(input_scale=x_scale.reshape(1)), splittable=False)
+        quantised = given_rows(rows_of(x), given._replace(input_scale=x_scale.reshape(1)), splittable=False)
     else:
         quantised = Quantised(rows_of(x), x_scale.t().contiguous().t())
-    result = _product(quantised, given, 0, "")
+    result = product_of_rows(quantised, given, 0, "")
     assert isinstance(result, torch.Tensor)
     return result
 
@@ -131,7 +131,7 @@ def why_not_block(x: torch.Tensor, *args: Any) -> str | None:
 def describe_quant_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, input_scale: Scale, bias: Scale, activation: str, group: int
 ) -> str:
-    return _describe(weight, weight_scale, bias, activation)
+    return describe_product(weight, weight_scale, bias, activation)
 
 
 def describe_norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, epsilon: float, *args: Any) -> str:
@@ -139,7 +139,7 @@ def describe_norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, epsilon: fl
 
 
 def describe_linear_norm_linear(x: torch.Tensor, *args: Any) -> str:
-    first, following = _describe(args[0], args[1], args[3], "", splittable=True), _describe(args[7], args[8], *args[10:12])
+    first, following = describe_product(args[0], args[1], args[3], "", splittable=True), describe_product(args[7], args[8], *args[10:12])
     return f"{first}; {following}"
 
 
@@ -152,7 +152,7 @@ def quant_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, input_scale: Scale, bias: Scale, activation: str, group: int
 ) -> torch.Tensor:
     given = Weight(weight, weight_scale, input_scale, bias)
-    return _activated(_product(rows_of(x), given, group, activation), activation)
+    return _activated(product_of_rows(rows_of(x), given, group, activation), activation)
 
 
 def norm_linear(
@@ -216,18 +216,18 @@ def _linear_norm_linear(
     first, second = Weight(weight, weight_scale, input_scale, bias), Weight(next_weight, next_weight_scale, next_input_scale, next_bias)
     residual = rows_of(residual)
     if isinstance(x, torch.Tensor) and x.dtype == E4M3:
-        x = _given(x, first, splittable=True)
+        x = given_rows(x, first, splittable=True)
     if residual.shape[0] == 1:
-        hidden = _product(x, first, group, "", residual=residual)
+        hidden = product_of_rows(x, first, group, "", residual=residual)
         assert isinstance(hidden, torch.Tensor)
         return _normed_product(hidden, None, norm_weight, epsilon, second, activation, group)
-    parts = _product(x, first, group, "", splittable=True)
+    parts = product_of_rows(x, first, group, "", splittable=True)
     assert isinstance(parts, torch.Tensor)
     left = bias if parts.dim() == 3 else None  # the bias of a split product is added behind its sum
     return _normed_product(parts, residual, norm_weight, epsilon, second, activation, group, left)
 
 
-def _given(x: torch.Tensor, weight: Weight, *, splittable: bool) -> Quantised:
+def given_rows(x: torch.Tensor, weight: Weight, *, splittable: bool) -> Quantised:
     """Rows that came as e4m3. Our kernels read the one scale for each row; cuBLAS wants it as often as there are
     rows, which is a kernel of its own."""
     rows, scale = x.shape[0], weight.input_scale
@@ -248,17 +248,17 @@ def _normed_product(
 ) -> tuple[torch.Tensor | _Unactivated, torch.Tensor]:
     rows, programmatic = x.shape[-2], is_programmatic(x)
     if rows == 1 and residual is None:
-        return _product(x, weight, group, activation, norm_weight=norm_weight, epsilon=epsilon), x
+        return product_of_rows(x, weight, group, activation, norm_weight=norm_weight, epsilon=epsilon), x
     if _tiles(rows, weight, activation) is not None or _takes_quantised(weight):
         quantised, hidden = add_norm_quantise(
             x, residual, norm_weight, epsilon, weight.input_scale, group, bias, programmatic=programmatic
         )  # fmt: skip
-        return _product(quantised, weight, group, activation), hidden
+        return product_of_rows(quantised, weight, group, activation), hidden
     normed, hidden = launches.add_norm(x, residual, norm_weight, epsilon, bias, programmatic=programmatic)
-    return _product(normed, weight, group, activation), hidden
+    return product_of_rows(normed, weight, group, activation), hidden
 
 
-def _product(
+def product_of_rows(
     x: torch.Tensor | Quantised, weight: Weight, group: int, activation: str, *, splittable: bool = False, **around: Any
 ) -> torch.Tensor | _Unactivated:
     """[rows, n]; where it is splittable, perhaps the parts [splits, rows, n] without the bias."""
@@ -280,7 +280,7 @@ def _product(
         result = F.linear(x, _dequantised(weight), weight.bias)
         return _Unactivated(result) if activation else result
     quantised = quantise(x, weight.input_scale, group, programmatic=is_programmatic(x))
-    return _product(quantised, weight, group, activation, splittable=splittable)
+    return product_of_rows(quantised, weight, group, activation, splittable=splittable)
 
 
 def _activated(made: torch.Tensor | _Unactivated, activation: str) -> torch.Tensor:
@@ -319,7 +319,7 @@ def _dtypes(weight_scale: torch.Tensor) -> Dtypes:
     return Dtypes(weights=True, rows=True, squares=weight_scale.dim() == 2)
 
 
-def _describe(weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, activation: str, *, splittable: bool = False) -> str:
+def describe_product(weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, activation: str, *, splittable: bool = False) -> str:
     """How many rows our kernels take for a weight, and who takes more."""
     n, k = weight.shape
     wide = why_not_wide(weight, weight, bias) is None

@@ -45,7 +45,7 @@ def _why_not(
         return reason
     if x.dtype != E4M3 or dtype != torch.bfloat16:
         return f"{x.dtype} to {dtype}"
-    if x_scale.shape[-1] != 1 or any(scale.dim() != 1 for scale in scales):
+    if x_scale.dim() not in (1, 2) or x_scale.shape[-1] != 1 or any(scale.dim() != 1 for scale in scales):
         return "rows or weights have scales of groups"
     return None
 

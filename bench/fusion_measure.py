@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import warnings
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -95,6 +96,9 @@ def _kernels(graphs: Mapping[Key, torch.cuda.CUDAGraph]) -> dict[Key, dict[str, 
     events = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda event: event.time_range.start)
     parts = parted((event.name, event.time_range.elapsed_us()) for event in events)
+    if len(parts) != len(graphs):
+        warnings.warn(f"{len(parts)} marks were recorded between {len(graphs)} graphs: no kernels by name", stacklevel=2)
+        return {}
     return {key: by_name(part, PROFILED) for key, part in zip(graphs, parts, strict=True)}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import rung
+from rung.models import quantize_fp8
 from rung.models.config import LlamaConfig
 from rung.models.llama import LlamaMLP, RMSNorm
 from rung.models.random import SHAPES
@@ -231,3 +232,48 @@ def test_compiled_block_joins_its_products() -> None:
     (passes,) = module.rung.report()[0]["passes"]
     assert passes["projections"]["linear_norm_linear"] == 2
     assert [name.partition(" (")[0] for name in passes["lowering"]] == ["linear_norm_linear"] * 2
+
+
+class Apart(nn.Module):
+    """What lies between two attentions of an unmodified model."""
+
+    def __init__(self, size: int = 128, inner: int = 256) -> None:
+        super().__init__()
+        self.o_proj, self.q_proj = nn.Linear(size, size, bias=False), nn.Linear(size, size)
+        self.k_proj, self.v_proj = nn.Linear(size, size // 4), nn.Linear(size, size // 4)
+        self.gate_proj, self.up_proj = (nn.Linear(size, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, size, bias=False)
+        self.norm, self.next_norm = RMSNorm(size, 1e-5), RMSNorm(size, 1e-5)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        residual = self.o_proj(x) + residual
+        normed = self.norm(residual)
+        residual = self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed)) + residual
+        normed = self.next_norm(residual)
+        return self.q_proj(normed), self.k_proj(normed), self.v_proj(normed), residual
+
+
+@pytest.mark.parametrize("scheme", ["", "per_token", "per_tensor"])
+def test_compiled_products_apart_meet_their_siblings(scheme: str) -> None:
+    torch.manual_seed(0)
+    module = Apart()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    module.to(CUDA, torch.bfloat16)
+    reference: nn.Module = copy.deepcopy(module).double()
+    if scheme:
+        names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+        scales = dict.fromkeys(names, 0.02) if scheme == "per_tensor" else None
+        quantize_fp8(module, scheme, input_scales=scales)  # type: ignore[arg-type]
+        reference = copy.deepcopy(module)  # eager, by the reference operations
+    compiled = rung.wrap(module, dynamic={"x": {0: "rows"}, "residual": {0: "rows"}})
+    for rows in (1, 5, 64, 300):
+        x, residual = bf16(rows, 128), bf16(rows, 128)
+        with torch.no_grad():
+            wanted = reference(x, residual) if scheme else reference(x.double(), residual.double())
+            for result, exact_result in zip(compiled(x, residual), wanted, strict=True):
+                assert error(result, exact_result.double()) < (6e-2 if scheme else 1.5e-2)
+    (passes,) = compiled.rung.report()[0]["passes"]
+    prefix = "fp8_" if scheme else ""
+    assert [passes["siblings"][f"{prefix}{name}"] for name in ("linear_three", "linear_gated")] == [1, 1]
+    assert passes["projections"][f"{prefix}linear_norm"] == 2

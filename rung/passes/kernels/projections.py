@@ -52,7 +52,7 @@ def describe_norm_linear(*args: Any) -> str:
 
 
 def describe_linear_norm(*args: Any) -> str:
-    return describe(args[1], "", splittable=True)
+    return describe(args[1], args[2], "", splittable=True)
 
 
 def describe_linear_norm_linear(*args: Any) -> str:

@@ -1,5 +1,5 @@
 """The Triton provider of products of the same rows by weights that lie apart: one launch with the tiles of one product of all outputs while
-rows are few, cuBLAS for each beyond."""
+rows are few, cuBLAS for each beyond. The wide kernel takes both halves of a gated weight together, so it is not for these."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def why_not(*args: Any) -> str | None:
 
 def describe_gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> str:
     n, k = gate.shape
-    return f"{n}+{n}x{k} {activation} to {most_rows(n, k, activation=activation)} rows"
+    return f"{n}+{n}x{k} {activation} to {most_rows(n, k, activation=activation, wide=False)} rows"
 
 
 def describe_three(x: torch.Tensor, *args: Any) -> str:
     sizes, k = [weight.shape[0] for weight in args[:3]], args[0].shape[1]
-    return f"{'+'.join(map(str, sizes))}x{k} to {most_rows(sum(sizes), k)} rows"
+    return f"{'+'.join(map(str, sizes))}x{k} to {most_rows(sum(sizes), k, wide=False)} rows"
 
 
 def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     x, programmatic = rows_of(x), is_programmatic(x)
     tiles = tiles_for(x.shape[0], *gate.shape, activation=activation, programmatic=programmatic)
-    if tiles is not None:
+    if tiles is not None and not tiles.wide:
         return launches.product(x, gate, Surroundings(up=up, activation=activation), tiles)
     return launches.activate_pair(F.linear(x, gate), F.linear(x, up), activation, programmatic=programmatic)
 
@@ -47,7 +47,7 @@ def three(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x, weights = rows_of(x), (first, second, third)
     tiles = tiles_for(x.shape[0], sum(weight.shape[0] for weight in weights), first.shape[1], programmatic=is_programmatic(x))
-    if tiles is not None:
+    if tiles is not None and not tiles.wide:
         one, two, three = launches.sibling_products(x, weights, biases, tiles)
         return one, two, three
     return F.linear(x, first, biases[0]), F.linear(x, second, biases[1]), F.linear(x, third, biases[2])

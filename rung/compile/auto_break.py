@@ -85,7 +85,7 @@ def _regions(
     whys: list[str] = []
     for caller, frame in reversed(list(itertools.pairwise(frames))):
         targets = [target for target in _targets(function, caller, frame) if (target.holder, target.name) not in known]
-        if not targets and _is_code_of(inspect.unwrap(getattr(function, "__func__", function)), frame):
+        if not targets and _is_code_of(getattr(function, "__func__", function), frame):
             whys.append("the line stands in the wrapped function itself")
         elif not targets:
             whys.append(f"{frame.name} is neither a method of a submodule nor a function under its name in {base_name(caller.filename)}")
@@ -127,7 +127,7 @@ def _targets(function: Callable[..., Any], caller: Any, frame: Any) -> Iterator[
 
 
 def _is_code_of(function: Any, frame: Any) -> bool:
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)  # below decorators
     if code is None or code.co_filename != frame.filename or code.co_name != frame.name:
         return False
     return any(line == frame.lineno for _, _, line in code.co_lines())

@@ -64,9 +64,8 @@ def _instead(path: str, old: Any, new: Any, *, registered: bool) -> str:
 
 
 def keep_updated_state(output: fx.Node, inputs: Sequence[Path], owner: str, locals_: Mapping[str, Any], results: list[Any]) -> None:
-    """`self.n += 1` updates a tensor of the module and assigns it to itself. So an output of a graph that is such a tensor becomes the
-    graph's input, and in `results`, which holds a stand-in for each output, the tensor itself. `owner` is the module's name among
-    `locals_`."""
+    """`self.n += 1` updates a tensor of the module and assigns it to itself. Such an output of a graph is left out (None), and `results`,
+    which holds a stand-in for each output, has the tensor itself in its place. `owner` is the module's name among `locals_`."""
     placeholders = [node for node in output.graph.nodes if node.op == "placeholder"]
     state = {node: path for node, path in zip(placeholders, inputs, strict=True) if path.local == owner and path.dim is None}
     flat: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -78,7 +77,7 @@ def keep_updated_state(output: fx.Node, inputs: Sequence[Path], owner: str, loca
             tensor, updated = state[source].resolve(locals_), node.meta["example_value"]
             same = storages(source) == storages(node)  # an operator without an in-place form, such as @=, makes another tensor
             if same and updated.shape == tensor.shape and updated.stride() == tensor.stride():
-                flat[index], results[index] = source, tensor
+                flat[index], results[index] = None, tensor
     output.args = (tuple(flat),)
 
 

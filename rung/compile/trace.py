@@ -235,10 +235,11 @@ def _record_template(
     changed += [source for source, found in changed_objects.items() if found is None]
     if changed:
         raise _side_effect_error(function, changed)
+    given = {id(path.resolve(locals_)): i for i, path in enumerate(inputs) if path.dim is None}
     recorder = Recorder(
-        outputs={id(marker): i for i, marker in enumerate(markers) if isinstance(marker, torch.Tensor)},
+        outputs={id(marker): i for i, marker in enumerate(markers) if isinstance(marker, torch.Tensor) and id(marker) not in given},
         integers={marker: i for i, marker in enumerate(markers) if isinstance(marker, int)},
-        inputs={id(path.resolve(locals_)): i for i, path in enumerate(inputs) if path.dim is None},
+        inputs=given,
     )
     return recorder.record(sample)
 

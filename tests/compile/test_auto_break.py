@@ -205,6 +205,10 @@ class Branches(nn.Module):
     def branch(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum() > 0 else x * 3
 
+    @torch.no_grad()
+    def decorated(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x * 3
+
     @staticmethod
     def static(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum() > 0 else x * 3
@@ -249,7 +253,7 @@ class Calls(nn.Module):
         return getattr(part, self.how)(x + 1) - 1  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("how", ["branch", "static", "of_class", "act"])
+@pytest.mark.parametrize("how", ["branch", "decorated", "static", "of_class", "act"])
 def test_methods_and_functions_of_a_submodule_become_breaks(how: str) -> None:
     for source in ("compiled", "loaded"):
         module, eager = rung.wrap(Calls(how), dynamic=ROWS, breaks="auto"), Calls(how)

@@ -70,6 +70,9 @@ class Counts(torch.nn.Module):
             self.inner.mean += x.mean(0)
         elif self.kind == "result of a method":
             self.n = self.n.add_(1)
+        elif self.kind == "returned":
+            self.n += 1
+            return self.n
         elif self.kind == "new tensor":
             self.n = self.n + 1
         elif self.kind == "inverted":
@@ -87,15 +90,17 @@ class Counts(torch.nn.Module):
         return x * 2 + self.n + self.inner.mean
 
 
-@pytest.mark.parametrize("kind", ["add", "submodule", "result of a method"])
-@pytest.mark.parametrize("graphs", ["none", "full"])
+@pytest.mark.parametrize("kind", ["add", "submodule", "result of a method", "returned"])
+@pytest.mark.parametrize("graphs", ["none", "piecewise", "full"])
 def test_a_tensor_that_is_updated_and_assigned_to_itself_is_updated_at_every_call(kind: str, graphs: str) -> None:
     eager, module = Counts(kind), Counts(kind)
     buffers = dict(module.named_buffers())
     rung.wrap(module, dynamic={"x": {0: "rows"}}, graphs=graphs)
     for rows in (3, 2, 3):
         x = torch.randn(rows, 4)
-        torch.testing.assert_close(module(x), eager(x))
+        result = module(x)
+        torch.testing.assert_close(result, eager(x))
+    assert kind != "returned" or result is module.n
     for name, value in eager.named_buffers():
         torch.testing.assert_close(module.get_buffer(name), value)
         assert module.get_buffer(name) is buffers[name]

@@ -13,6 +13,7 @@ from torch import nn
 
 from rung.compile.entry import Entry, undecorated
 from rung.compile.fingerprint import RuntimeState
+from rung.compile.named_ops import unused_lines
 from rung.compile.variant import Variant
 from rung.config import CompileConfig
 from rung.counters import Counters
@@ -38,7 +39,8 @@ class Handle(RuntimeState):
         `rows` says for each padded dimension None when its rows are proved independent, else what prevents the proof; `graph_memory` has
         the bytes of captured graphs by size, None without any. `guards` counts by kind what the trace has read and is checked, and lists
         kinds that were dropped and what cannot be checked; `variants` says for each size and range with code of its own how it stands, and
-        how often it ran; `retraced` is what had changed when an earlier trace could no longer serve."""
+        how often it ran; `retraced` is what had changed when an earlier trace could no longer serve. `unused_ops` has the names in
+        `split_ops` and `row_wise_ops` that the trace did not meet."""
         return [
             {
                 "plan_key": variant.report.plan_key,
@@ -56,6 +58,7 @@ class Handle(RuntimeState):
                 "rows": {name: verdict and str(verdict) for name, verdict in variant.compiled.plan.rows.items()},
                 "passes": variant.report.passes,
                 "whole_passes": variant.report.whole_passes,
+                "unused_ops": {setting: list(names) for setting, names in variant.compiled.plan.unused_ops.items()},
                 "guards": _guards(variant, self._entry.config.drop_guards),
                 "retraced": variant.report.retraced,
                 "variants": [] if variant.report.variants is None else variant.report.variants.as_json(),
@@ -82,6 +85,7 @@ class Handle(RuntimeState):
             phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in item["seconds"].items())
             lines += [f"{one['name']} runs eagerly {one['where']}: {one['reason']}" for one in item["breaks"]]
             lines.append(f"{variant.report}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
+            lines += unused_lines(variant.compiled.plan.unused_ops)
             lines += [f"sizes {one['sizes']}: {one['state']}, {one['calls']} calls {one['error']}".rstrip() for one in item["variants"]]
         lines += step_lines(self.counters)
         return "\n".join(lines) or "nothing was compiled yet: call the module once"

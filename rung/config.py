@@ -138,6 +138,11 @@ class CompileConfig:
             )
         if self.pad and self.graphs == "none":
             raise ConfigError("pad has no effect without graphs", hint='pass graphs="piecewise", "full" or "auto"')
+        check_op_names("split_ops", self.split_ops)
+        check_op_names("row_wise_ops", self.row_wise_ops)
+        if (self.row_wise_ops or self.pad_unproved) and not self.pad:
+            name = "row_wise_ops" if self.row_wise_ops else "pad_unproved"
+            raise ConfigError(f"{name} has no effect without pad", hint='name the dimensions to be padded, for example pad=("rows",)')
         self._check_variants()
         names = {name for dims in (self.dynamic or {}).values() for name in dims.values()}
         for given in self.capture_sizes.values() if isinstance(self.capture_sizes, Mapping) else (self.capture_sizes,):
@@ -186,6 +191,27 @@ def check_sizes(field_name: str, value: object) -> None:
             f"{field_name} must be a list of at least one size, got {value!r}",
             hint='for example (1, 8, 64); graphs="none" captures nothing, None leaves the sizes to rung',
         )
+
+
+def check_op_names(field_name: str, value: object) -> None:
+    """Raises `ConfigError` unless `value` is a tuple or list of names in the form of "namespace::name". Whether there are such ops is seen
+    when something is compiled: they may be registered until then."""
+    example = 'for example ("mylib::attention",)'
+    if not isinstance(value, tuple | list):
+        raise ConfigError(f"{field_name} must be a tuple of names of ops, got {value!r}", hint=example)
+    for name in value:
+        if not isinstance(name, str):
+            raise ConfigError(f"{field_name} has {name!r}, which is no name of an op", hint=f'give it as "namespace::name", {example}')
+        namespace, separator, rest = name.partition("::")
+        meant = ""
+        if not separator and namespace.count(".") == 1:
+            meant = namespace.replace(".", "::")
+        elif separator and "." in rest:
+            meant = f"{namespace}::{rest.partition('.')[0]}"  # all overloads of an op are meant
+        if meant or not (separator and namespace and rest):
+            raise ConfigError(
+                f'{field_name} has {name!r}, which has not the form "namespace::name"', hint=f"write {meant!r}" if meant else example
+            )
 
 
 def _one_of(field_name: str, value: str, allowed: tuple[str, ...], hint: str = "") -> None:

@@ -37,6 +37,15 @@ BAD: list[dict[str, Any]] = [
     {"expect": 3},
     {"expect": ("add_norm",)},
     {"expect": {"add_norm": True}},
+    {"split_ops": "mylib::attention"},
+    {"split_ops": ("attention",)},
+    {"split_ops": ("mylib.attention",)},
+    {"split_ops": ("mylib::attention.default",)},
+    {"split_ops": ("::attention",)},
+    {"split_ops": (len,)},
+    {"row_wise_ops": ("scale",), "graphs": "full", "pad": ("rows",)},
+    {"row_wise_ops": ("mylib::scale",), "graphs": "full"},
+    {"pad_unproved": True, "graphs": "full"},
     {"factors": 3},
     {"factors": ("A",)},
     {"factors": {1: "a"}},
@@ -60,6 +69,12 @@ def test_every_kind_of_guard_can_be_dropped() -> None:
 def test_a_guard_that_is_none_is_answered_with_the_kinds() -> None:
     with pytest.raises(ConfigError, match=f"hint: name some of {', '.join(config.GUARD_KINDS)}"):
         CompileConfig(drop_guards=("x",))
+
+
+@pytest.mark.parametrize("given", ["mylib.attention", "mylib::attention.default"])
+def test_a_name_that_other_tools_take_is_answered_with_ours(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"hint: write 'mylib::attention'"):
+        CompileConfig(split_ops=(given,))
 
 
 def test_config_is_frozen() -> None:

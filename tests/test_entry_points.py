@@ -5,8 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import os
 import pickle
+import subprocess
+import sys
+import tomllib
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +24,7 @@ import rung
 import rung.api
 from rung.counters import Count
 from rung.errors import ConfigError
-from tests.compile.cases import assert_same
+from tests.compile.cases import ROOT, assert_same
 
 ROWS = {"x": {0: "rows"}}
 
@@ -297,21 +302,37 @@ def test_a_saved_module_is_wrapped_when_it_is_loaded() -> None:
 # --- torch.compile(backend="rung") ---------------------------------------------------------------------------------------------------
 
 
-BY_NAME = "rung" in torch.compiler.list_backends()  # an entry point, there where the package is installed
-BACKEND: Any = "rung" if BY_NAME else rung.api.dynamo_backend
-
-
-@pytest.mark.skipif(not BY_NAME, reason="the package is not installed")
-@pytest.mark.parametrize("how", ["function", "method"])
-def test_the_backend_by_name(how: str) -> None:
+BY_NAME = """
+import torch, rung
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 + 1
+for how in ("function", "method"):
     torch._dynamo.reset()
-    module = Linear()
-    eager = copy.deepcopy(module)
-    if how == "function":
-        module = torch.compile(module, backend="rung")
-    else:
+    module = Net()
+    x = torch.ones(3, 4)
+    expected = module(x)
+    called = torch.compile(module, backend="rung") if how == "function" else module
+    if how == "method":
         module.compile(backend="rung")
-    torch.testing.assert_close(module(X), eager(X))
+    torch.testing.assert_close(called(x), expected)
+    print(how, rung.counters["pieces"])
+"""
+
+
+def test_the_backend_by_name(tmp_path: Path) -> None:
+    """The entry points of pyproject.toml as an installation would write them: a source tree is enough."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    folder = tmp_path / "rung-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: rung\nVersion: 0\n")
+    groups = project["entry-points"].items()
+    lines = [line for group, named in groups for line in (f"[{group}]", *(f"{name} = {value}" for name, value in named.items()))]
+    (folder / "entry_points.txt").write_text("\n".join(lines))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
+    done = subprocess.run([sys.executable, "-c", BY_NAME], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == ["function 1", "method 2"]
 
 
 def test_the_backend_leaves_gradients_and_autocast_to_the_graph_itself() -> None:
@@ -319,7 +340,7 @@ def test_the_backend_leaves_gradients_and_autocast_to_the_graph_itself() -> None
     module = Linear()
     eager = copy.deepcopy(module)
     before = dict(rung.counters.items())
-    compiled = torch.compile(module, backend=BACKEND)
+    compiled = torch.compile(module, backend=rung.api.dynamo_backend)
     with torch.enable_grad():
         for one in (compiled, eager):
             one(X + 1).sum().backward()
@@ -339,6 +360,6 @@ def in_a_dict(x: torch.Tensor) -> Any:
 
 def test_the_backend_gives_back_structures() -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(in_a_dict, backend=BACKEND, dynamic=True)
+    compiled = torch.compile(in_a_dict, backend=rung.api.dynamo_backend, dynamic=True)
     for x in (X, X[:2]):
         assert_same(compiled(x), in_a_dict(x))

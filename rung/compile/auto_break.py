@@ -19,15 +19,15 @@ import torch
 from torch import nn
 
 from rung.compile.arguments import leaves, replace_tensors
+from rung.compile.auto_region import Call, NoRegion, base_name, region_of
 from rung.compile.eager_break import NAMESPACE
-from rung.compile.regions import OutputSpec, Region
+from rung.compile.regions import Region
 from rung.compile.signature import own_signature
 from rung.compile.sources import source_refs
-from rung.compile.trace import DynamicDims, TracedGraph, error_frames, trace
-from rung.errors import TraceError
+from rung.compile.trace import DynamicDims, TracedGraph, error_frames, trace, user_location
+from rung.errors import DynamicShapeError, TraceError
 
 MAX_REGIONS = 64  # of one trace
-_CONSTANTS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,6 @@ class _Target:
     name: str
     names: dict[str, Any]
     function: Callable[..., Any]  # what runs; bound
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of a target in a run on real data."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    tensors: list[torch.Tensor]
-    written: tuple[int, ...]
-    result: Any
 
 
 def trace_with_breaks(
@@ -65,12 +54,23 @@ def trace_with_breaks(
         except TraceError as error:
             if error.__cause__ is None:  # a dimension of an argument, no place in the code
                 raise
-            new = _regions(error, function, locals_, dynamic, maximum, set(found))
-            if not new or len(found) + len(new) > MAX_REGIONS:
-                raise
+            new, why = _regions(error, function, locals_, dynamic, maximum, set(found))
+            if len(found) + len(new) > MAX_REGIONS:
+                new, why = {}, f"a trace has at most {MAX_REGIONS}"
+            if not new:
+                raise _no_break(error, why) from error.__cause__
             found |= new
     codes = [inspect.unwrap(target.function).__code__ for target, _ in found.values()]  # an edited region may return other sizes
     return replace(traced, sources=(*(ref for ref in traced.sources if ref.module != __name__), *source_refs(codes)))
+
+
+def _no_break(error: TraceError, why: str) -> TraceError:
+    advice = (
+        "move what will not trace into a function at module level that takes and returns tensors (with annotations), and decorate that "
+        "with @rung.eager_break"
+    )
+    own = f"{error.hint}; or " if isinstance(error, DynamicShapeError) else ""
+    return type(error)(f"{error.message}; it is no automatic break: {why}", hint=own + advice)
 
 
 # --- where ---------------------------------------------------------------------------------------------------------------------------
@@ -78,30 +78,44 @@ def trace_with_breaks(
 
 def _regions(
     error: TraceError, function: Callable[..., Any], locals_: Mapping[str, Any], dynamic: DynamicDims, maximum: int | None, known: set[Any]
-) -> dict[tuple[str, str], tuple[_Target, Region]]:
-    """The innermost code on the way to the error that can be a break, everywhere it is reached from."""
+) -> tuple[dict[tuple[str, str], tuple[_Target, Region]], str]:
+    """The innermost code on the way to the error that can be a break, everywhere it is reached from; and why none, of the innermost."""
     frames = error_frames(error.__cause__)  # type: ignore[arg-type]
+    reason = error.message.partition(f"{user_location(error.__cause__)}: ")[2] or error.message  # type: ignore[arg-type]
+    whys: list[str] = []
     for caller, frame in reversed(list(itertools.pairwise(frames))):
         targets = [target for target in _targets(function, caller, frame) if (target.holder, target.name) not in known]
+        if not targets and _is_code_of(getattr(function, "__func__", function), frame):
+            whys.append("the line stands in the wrapped function itself")
+        elif not targets:
+            whys.append(f"{frame.name} is neither a method of a submodule nor a function under its name in {base_name(caller.filename)}")
         if not targets:
             continue
         runs = [_observed(function, arguments, targets) for arguments in _samples(locals_, dynamic, maximum)]
-        regions = {
-            (target.holder, target.name): (target, _region(target, [run[index] for run in runs], error))
-            for index, target in enumerate(targets)
-            if any(run[index] for run in runs)
-        }
-        if regions and all(region is not None for _, region in regions.values()):
-            return regions  # type: ignore[return-value]
-    return {}
+        regions: dict[tuple[str, str], tuple[_Target, Region]] = {}
+        found = [(target, [run[index] for run in runs]) for index, target in enumerate(targets) if any(run[index] for run in runs)]
+        refusals = [] if found else [f"{frame.name} was not reached by that name"]
+        for target, calls in found:
+            try:
+                regions[target.holder, target.name] = target, region_of(target.holder, target.name, target.function, calls, reason)
+            except NoRegion as no:
+                refusals.append(f"{frame.name} {no}")
+        if not refusals:
+            return regions, ""
+        whys += refusals
+    return {}, next(iter(whys), "the line stands in the wrapped function itself")
 
 
 def _targets(function: Callable[..., Any], caller: Any, frame: Any) -> Iterator[_Target]:
     owner = getattr(function, "__self__", None)
     for path, module in owner.named_modules() if isinstance(owner, nn.Module) else ():
-        method = getattr(module, frame.name, None)
-        if isinstance(method, types.MethodType) and _is_code_of(method.__func__, frame) and method != function:
-            yield _Target(path, frame.name, module.__dict__, method)
+        declared = inspect.getattr_static(type(module), frame.name, None)
+        method: Any = getattr(module, frame.name) if isinstance(declared, types.FunctionType | classmethod | staticmethod) else None
+        kept = [(name, value) for name, value in module.__dict__.items() if isinstance(value, types.FunctionType)]  # self.act = function
+        for name, value in [(frame.name, method), *kept]:
+            plain = value.__func__ if isinstance(value, types.MethodType) else value
+            if isinstance(plain, types.FunctionType) and _is_code_of(plain, frame) and value != function:
+                yield _Target(path, name, module.__dict__, value)
     named: dict[int, tuple[str, Any]] = {}  # multiprocessing knows a script's `__main__` by a second name
     for name, module in list(sys.modules.items()):
         if getattr(module, "__file__", None) == caller.filename and (name == module.__name__ or id(module) not in named):
@@ -113,7 +127,7 @@ def _targets(function: Callable[..., Any], caller: Any, frame: Any) -> Iterator[
 
 
 def _is_code_of(function: Any, frame: Any) -> bool:
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)  # below decorators
     if code is None or code.co_filename != frame.filename or code.co_name != frame.name:
         return False
     return any(line == frame.lineno for _, _, line in code.co_lines())
@@ -141,9 +155,9 @@ def _samples(locals_: Mapping[str, Any], dynamic: DynamicDims, maximum: int | No
     yield {name: replace_tensors(value, lambda tensor: changed[id(tensor)]) for name, value in other.items()}
 
 
-def _observed(function: Callable[..., Any], arguments: Mapping[str, Any], targets: Sequence[_Target]) -> list[list[_Call]]:
+def _observed(function: Callable[..., Any], arguments: Mapping[str, Any], targets: Sequence[_Target]) -> list[list[Call]]:
     """The calls of each target in an eager run, whose effects on buffers are undone."""
-    calls: list[list[_Call]] = [[] for _ in targets]
+    calls: list[list[Call]] = [[] for _ in targets]
     owner = getattr(function, "__self__", None)
     buffers = [(buffer, buffer.clone()) for buffer in owner.buffers()] if isinstance(owner, nn.Module) else []
     bound = inspect.BoundArguments(own_signature(function), dict(arguments))
@@ -157,7 +171,7 @@ def _observed(function: Callable[..., Any], arguments: Mapping[str, Any], target
     return calls
 
 
-def _watched(function: Callable[..., Any], seen: list[_Call]) -> Callable[..., Any]:
+def _watched(function: Callable[..., Any], seen: list[Call]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         before = [tensor.clone() for tensor in tensors]
@@ -167,81 +181,10 @@ def _watched(function: Callable[..., Any], seen: list[_Call]) -> Callable[..., A
             for i, (old, new) in enumerate(zip(before, tensors, strict=True))
             if old.shape != new.shape or not torch.allclose(old, new, rtol=0, atol=0, equal_nan=True)
         )
-        seen.append(_Call(args, kwargs, before, written, result))
+        seen.append(Call(args, kwargs, before, written, result))
         return result
 
     return call
-
-
-def _region(target: _Target, runs: Sequence[Sequence[_Call]], error: TraceError) -> Region | None:
-    """What the calls of a target have in common; None where they differ, or are not calls of tensors with tensors."""
-    if len({len(run) for run in runs}) != 1:
-        return None
-    found = [_described(target, calls, error) for calls in zip(*runs, strict=True)]
-    written = tuple(sorted({number for run in runs for call in run for number in call.written}))
-    first = found[0]
-    return None if first is None or any(other != first for other in found) else replace(first, written=written)
-
-
-def _described(target: _Target, calls: Sequence[_Call], error: TraceError) -> Region | None:
-    shapes = [_arguments(call) for call in calls]
-    results = [_results(call.result) for call in calls]
-    if shapes[0] is None or not calls[0].tensors or any(shape != shapes[0] for shape in shapes[1:]) or None in results:
-        return None
-    kinds = {(kind, len(tensors)) for kind, tensors in results if tensors is not None}  # type: ignore[misc]
-    if len(kinds) != 1:
-        return None
-    kind = next(iter(kinds))[0]
-    outputs = [_output([values[1][index] for values in results], calls) for index in range(len(results[0][1]))]  # type: ignore[index]
-    if None in outputs:
-        return None
-    reason = error.message.partition(": ")[2] or error.message
-    return Region(target.holder, target.name, *shapes[0], tuple(outputs), kind, (), _place(target.function), reason)  # type: ignore[arg-type]
-
-
-def _place(function: Callable[..., Any]) -> str:
-    code = inspect.unwrap(function).__code__
-    return f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"  # a plan holds no path
-
-
-def _arguments(call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments with tensors numbered in the order of `_Call.tensors`; None when there is something else than constants."""
-    numbers = itertools.count()
-    if not all(isinstance(value, (torch.Tensor, *_CONSTANTS)) for value in (*call.args, *call.kwargs.values())):
-        return None
-
-    def form(value: Any) -> dict[str, Any]:
-        return {"tensor": next(numbers)} if isinstance(value, torch.Tensor) else {"constant": value}
-
-    return tuple(form(value) for value in call.args), {name: form(value) for name, value in call.kwargs.items()}
-
-
-def _results(result: Any) -> tuple[str, list[torch.Tensor]] | None:
-    if result is None:
-        return "none", []
-    if isinstance(result, torch.Tensor):
-        return "tensor", [result]
-    if type(result) in (tuple, list) and all(isinstance(item, torch.Tensor) for item in result):
-        return type(result).__name__, list(result)
-    return None
-
-
-def _output(values: Sequence[torch.Tensor], calls: Sequence[_Call]) -> OutputSpec | None:
-    """An output's sizes: equal in all runs, or those of an argument in each of them."""
-    if len({(value.dtype, value.device, value.dim()) for value in values}) != 1:
-        return None
-    shape: list[Any] = []
-    for dim in range(values[0].dim()):
-        sizes = [value.shape[dim] for value in values]
-        inputs = [(i, j) for i, tensor in enumerate(calls[0].tensors) for j in range(tensor.dim())]
-        match = next(([i, j] for i, j in inputs if [call.tensors[i].shape[j] for call in calls] == sizes), None)
-        if len(set(sizes)) == 1:
-            shape.append(sizes[0])
-        elif match is None:
-            return None
-        else:
-            shape.append(match)
-    return OutputSpec(str(values[0].dtype), values[0].device.type, tuple(shape))
 
 
 # --- as an op ------------------------------------------------------------------------------------------------------------------------

@@ -70,6 +70,11 @@ def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
 def is_split_op(node: fx.Node, split_ops: Collection[str]) -> bool:
     overload = torch_compat.single_overload(node.target)
     if node.op != "call_function" or not isinstance(overload, torch_compat.OpOverload):
+        if (packet := torch_compat.packet_name(overload)) in split_ops:
+            raise UnsupportedModuleError(
+                f"{packet} is a split op and has several overloads; it is called without saying which{torch_compat.node_location(node)}",
+                hint=f"call one of them, such as torch.ops.{packet.replace('::', '.')}.default",
+            )
         return False
     name = overload.name().split(".")[0]
     return name in split_ops or name.startswith(f"{NAMESPACE}::")

@@ -26,6 +26,7 @@ from rung.compile.early_kernels import EarlyKernels
 from rung.compile.garbage import without_collections
 from rung.compile.guards import Roots
 from rung.compile.load import load_plan
+from rung.compile.named_ops import check_ops_exist, unused_lines, unused_ops
 from rung.compile.paths import Path
 from rung.compile.piece_compiler import MISS_HINT, PieceCompiler, StoredPiece
 from rung.compile.plan import CompilePlan, TensorSpec
@@ -66,6 +67,7 @@ class Driver:
         """Trace and compile `function` for the bound arguments `locals_` (self excluded), or load it from the store.
 
         `tensors` are the tensor arguments, `dims` the dynamic dimensions as argument -> {dim: name}."""
+        check_ops_exist(self.config)
         report = CompileReport(title=entry_name(function).rpartition(":")[2])
         owner = _owner(function)
         device = _device(tensors, getattr(function, "__self__", None))
@@ -115,6 +117,8 @@ class Driver:
         )
         for region in plan.regions:
             _log.info("%s: %s runs eagerly%s: %s", plan.entry, region.label, region.where, region.reason)
+        for line in unused_lines(plan.unused_ops):
+            _log.info("%s: %s", plan.entry, line)
         _log.debug("%s: steps %s", plan.entry, [step.name for step in plan.steps])
         return compiled, report
 
@@ -159,7 +163,8 @@ class Driver:
                 torch_compat.start_workers()
         traced = self._trace(function, locals_, dims, report)
         dump.traced(traced)
-        rows = self._prove(traced, report)
+        met: set[str] = set()
+        rows = self._prove(traced, report, met)
         dims_out = output_dims(traced.graph_module, traced.symbols)
         with report.clock("split"):
             graph, whole = split_traced(traced, function, self.config)
@@ -183,6 +188,7 @@ class Driver:
             regions=tuple(traced.regions.values()),
             whole=whole,
             output_dims=dims_out,
+            unused_ops=unused_ops(self.config, graph.steps, met if rows else None),
         )
         if traced.guards.unknown:
             report.reason = f"not cacheable: the trace depends on {traced.guards.unknown[0]}, which cannot be checked in another process"
@@ -214,13 +220,13 @@ class Driver:
             self.counters.add(Count.DYNAMO_TRACES)
         return traced
 
-    def _prove(self, traced: TracedGraph, report: CompileReport) -> Verdicts:
-        """Whether the rows of the dimensions to be padded are independent."""
+    def _prove(self, traced: TracedGraph, report: CompileReport, met: set[str]) -> Verdicts:
+        """Whether the rows of the dimensions to be padded are independent; `met` takes the ops that were looked at."""
         names = [traced.unified.get(name, name) for name in self.config.pad]
         if not names:
             return {}
         with report.clock("rows"):
-            return prove_rows(traced.graph_module, traced.symbols, traced.bounds, names, self.config.row_wise_ops, traced.regions)
+            return prove_rows(traced.graph_module, traced.symbols, traced.bounds, names, self.config.row_wise_ops, traced.regions, met)
 
     def compile_traced(self, traced: TracedGraph) -> CompiledFunction:
         """Compile a graph whose guards somebody else keeps; pieces come from and go to the store, the plan does not."""

@@ -50,9 +50,12 @@ def _schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
     try:
         schema: str = torch.library.infer_schema(function, mutates_args=list(mutates))
     except (ValueError, TypeError) as error:
+        method = next(iter(inspect.signature(function).parameters), "") in ("self", "cls")
         raise ConfigError(
             f"{function.__qualname__} cannot be an eager break: {str(error).splitlines()[0]}",
-            hint="annotate every parameter and the result with torch.Tensor, int, float, bool, str, None or lists of them",
+            hint="a method cannot be one: make it a function that takes the tensors of its module as arguments"
+            if method
+            else "annotate every parameter and the result with torch.Tensor, int, float, bool, str, None or lists of them",
         ) from None
     return schema
 

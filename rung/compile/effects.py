@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 
+from rung.compile.paths import Path
+from rung.compile.split import storages, updates_first
 from rung.errors import LazyStateError, UnsupportedModuleError
 
 _STATE = ("_parameters", "_buffers", "_modules")
@@ -24,7 +27,7 @@ def refuse_side_effects(owner: object | None, name: str) -> Iterator[None]:
     modules = dict(owner.named_modules())
     yield
     changed = {
-        f"{path}.{key}" if path else key: old.get(key, (None, None))[0] is None and value[0] is not None
+        f"{path}.{key}" if path else key: (old.get(key, (None, None))[0], value[0])
         for path, old in before.items()
         for key, value in _state(modules[path]).items()
         if key not in old or not _unchanged(old[key], value)
@@ -32,11 +35,50 @@ def refuse_side_effects(owner: object | None, name: str) -> Iterator[None]:
     for path, old in before.items():
         _restore(modules[path], old)
     if changed:
-        message = f"{name} assigns the attribute {next(iter(changed))!r} while it runs; a compiled graph would do so only once"
-        hint = "update a registered buffer in place (buffer.copy_(...)), or return the value"
-        if all(changed.values()):
+        first, (old_value, value) = next(iter(changed.items()))
+        message = f"{name} assigns the attribute {first!r} while it runs; a compiled graph would do so only once"
+        tensors = {*dict(owner.named_buffers(remove_duplicate=False)), *dict(owner.named_parameters(remove_duplicate=False))}
+        hint = _instead(first, old_value, value, registered=first in tensors)
+        if all(old is None and new is not None for old, new in changed.values()):
             raise LazyStateError(message, hint=hint, names=tuple(changed))
         raise UnsupportedModuleError(message, hint=hint)
+
+
+def _instead(path: str, old: Any, new: Any, *, registered: bool) -> str:
+    """What to write in place of an assignment to the attribute at `path`, which was a buffer or parameter if it is `registered`."""
+    name = path.rpartition(".")[2]
+    if registered and isinstance(new, torch.Tensor):
+        return f"write into the tensor: `self.{name}.copy_(value)` in place of `self.{name} = value`"
+    if isinstance(new, torch.Tensor):
+        return (
+            f"return the tensor, or make a buffer for it in __init__ (`self.register_buffer({name!r}, torch.zeros(...))`) and write into "
+            f"that: `self.{name}.copy_(value)`"
+        )
+    if type(new) in (int, float, bool) and not isinstance(old, torch.Tensor):
+        kind = {int: "torch.int64", float: "torch.float32", bool: "torch.bool"}[type(new)]
+        return (
+            f"count where the module is called, or in a buffer: `self.register_buffer({name!r}, torch.zeros((), dtype={kind}))` in "
+            f"__init__, `self.{name}.add_(1)` or `self.{name}.fill_(value)` in forward"
+        )
+    return f"set {name!r} in __init__ or where the module is called, or return the value"
+
+
+def keep_updated_state(output: fx.Node, inputs: Sequence[Path], owner: str, locals_: Mapping[str, Any], results: list[Any]) -> None:
+    """`self.n += 1` updates a tensor of the module and assigns it to itself. Such an output of a graph is left out (None), and `results`,
+    which holds a stand-in for each output, has the tensor itself in its place. `owner` is the module's name among `locals_`."""
+    placeholders = [node for node in output.graph.nodes if node.op == "placeholder"]
+    state = {node: path for node, path in zip(placeholders, inputs, strict=True) if path.local == owner and path.dim is None}
+    flat: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for index, node in enumerate(flat):
+        source = node
+        while isinstance(source, fx.Node) and updates_first(source):
+            source = source.args[0]
+        if source is not node and source in state:
+            tensor, updated = state[source].resolve(locals_), node.meta["example_value"]
+            same = storages(source) == storages(node)  # an operator without an in-place form, such as @=, makes another tensor
+            if same and updated.shape == tensor.shape and updated.stride() == tensor.stride():
+                flat[index], results[index] = None, tensor
+    output.args = (tuple(flat),)
 
 
 @contextmanager

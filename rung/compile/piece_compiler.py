@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import platform
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -198,11 +199,7 @@ class PieceCompiler:
                     self._run_passes(piece, traced, passes, sizes)
                 return torch_compat.serialize_artifact(artifact), bound
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [""])[0][:300]
-            raise CompileError(
-                f"Inductor could not compile piece {index}: {type(error).__name__}: {reason}",
-                hint="RUNG_DUMP=<folder> writes the piece; TORCH_LOGS=+inductor tells more",
-            ) from error
+            raise _compile_error(index, error) from error
 
     def _inductor(
         self, piece: Piece, traced: TracedGraph, passes: PassManager, sizes: SizeRange | None, *, hinted: bool, stop: bool = False
@@ -242,6 +239,24 @@ class PieceCompiler:
             return None
         self.counters.add(Count.ARTIFACT_WRITES)
         return result
+
+
+def _compile_error(index: int, error: Exception) -> CompileError:
+    language = torch_compat.missing_compiler(error)
+    if language:
+        variable = {"C++": "CXX", "C": "CC"}[language]
+        return CompileError(
+            f"Inductor found no {language} compiler to build piece {index} with",
+            hint=f"install one (the package g++ or gcc-c++ of the system) or name it in {variable}; a store that was filled elsewhere "
+            "needs none (`rung cache import`, RUNG_CACHE_DIR), and RUNG_DISABLE=1 runs the module eagerly",
+        )
+    lines = str(error).strip().splitlines() or [""]
+    said = next((line for line in lines if re.search(r"\berror: ", line)), "")  # of a C++ compiler, far below its command line
+    reason = lines[0][:300] + (f" ({said.strip()[:300]})" if said and said != lines[0] else "")
+    return CompileError(
+        f"Inductor could not compile piece {index}: {type(error).__name__}: {reason}",
+        hint="RUNG_DUMP=<folder> writes the piece; TORCH_LOGS=+inductor tells more",
+    )
 
 
 def _observer(index: int, dump: Observer | None, early: EarlyKernels | None) -> Observer | None:

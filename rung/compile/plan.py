@@ -21,7 +21,7 @@ from rung.compile.sources import SourceRef
 from rung.compile.template import Template
 from rung.compile.whole.report import WholeReport
 
-FORMAT = 7
+FORMAT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ class CompilePlan:
     regions: tuple[Region, ...] = ()  # what runs eagerly because it would not trace
     whole: WholeReport = field(default_factory=WholeReport)  # what passes over the whole graph did
     output_dims: tuple[Mapping[int, str], ...] = ()  # for each flat output the names of its dynamic dimensions
+    unused_ops: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # setting -> ops that it names and the trace has not
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -103,6 +104,7 @@ class CompilePlan:
             "regions": [region.to_json() for region in self.regions],
             "whole": self.whole.to_json(),
             "output_dims": [[[dim, name] for dim, name in dims.items()] for dims in self.output_dims],
+            "unused_ops": {setting: list(names) for setting, names in self.unused_ops.items()},
         }
 
     @staticmethod
@@ -124,6 +126,7 @@ class CompilePlan:
             regions=tuple(Region.from_json(item) for item in data["regions"]),
             whole=WholeReport.from_json(data["whole"]),
             output_dims=tuple(dict(dims) for dims in data["output_dims"]),
+            unused_ops={setting: tuple(names) for setting, names in data["unused_ops"].items()},
         )
 
 

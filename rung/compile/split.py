@@ -18,7 +18,7 @@ from rung import torch_compat
 from rung.compile.eager_break import NAMESPACE
 
 _HOISTABLE_METHODS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "flatten", "unflatten", "new_empty"})
-_IN_PLACE_OPERATORS = frozenset(name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name}__"))
+_IN_PLACE_OPERATORS = frozenset(name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name[1:]}__"))  # iadd
 _HOISTABLE_FUNCTIONS = frozenset({torch.empty, torch.empty_like, torch.unsqueeze, torch.transpose, torch.flatten})
 
 _FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias")
@@ -217,6 +217,14 @@ def _is_impure(node: fx.Node) -> bool:
     # what runs eagerly may do something that no schema tells of
     effects = schema is not None and (not schema.returns or schema.name.startswith(f"{NAMESPACE}::"))
     return bool(node.is_impure()) or mutates(node) or effects
+
+
+def updates_first(node: fx.Node) -> bool:
+    """Whether a node writes into its first argument and returns it, as `x += y` and `x.add_(y)` do."""
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.op == "call_method":
+        return name.endswith("_") and not name.endswith("__")
+    return node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator" and name in _IN_PLACE_OPERATORS
 
 
 def mutates(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from rung import torch_compat
 from rung.compile.ambient import note_blocks
 from rung.compile.arguments import Container, leaves, replace_tensors
 from rung.compile.audit import FixedDimension, audit_symbols, refuse_sizes_of_values, refuse_values_on_the_host
-from rung.compile.effects import net_effects, refuse_side_effects
+from rung.compile.effects import keep_updated_state, net_effects, refuse_side_effects
 from rung.compile.guards import NO_GUARDS, GuardSet, Roots, collect_guards
 from rung.compile.paths import Path, parse_path
 from rung.compile.regions import Region
@@ -218,6 +218,8 @@ def _record_template(
     markers: list[Any] = [
         (1 << 40) + 7919 * i if torch_compat.is_sym_int_node(node) else torch.empty(0) for i, node in enumerate(output_node.args[0])
     ]
+    if owner is not None:
+        keep_updated_state(output_node, inputs, self_name(function), locals_, markers)
     roots = Roots(function)
     changed_objects = {source: roots.find(source) for source in capture.side_effects}
     if any(found is None and "self" not in source for source, found in changed_objects.items()):
@@ -233,10 +235,11 @@ def _record_template(
     changed += [source for source, found in changed_objects.items() if found is None]
     if changed:
         raise _side_effect_error(function, changed)
+    given = {id(path.resolve(locals_)): i for i, path in enumerate(inputs) if path.dim is None}
     recorder = Recorder(
-        outputs={id(marker): i for i, marker in enumerate(markers) if isinstance(marker, torch.Tensor)},
+        outputs={id(marker): i for i, marker in enumerate(markers) if isinstance(marker, torch.Tensor) and id(marker) not in given},
         integers={marker: i for i, marker in enumerate(markers) if isinstance(marker, int)},
-        inputs={id(path.resolve(locals_)): i for i, path in enumerate(inputs) if path.dim is None},
+        inputs=given,
     )
     return recorder.record(sample)
 
@@ -259,8 +262,8 @@ def _trace_error(function: Callable[..., Any], error: BaseException) -> TraceErr
         )
     return TraceError(
         f"{_name(function)} could not be traced as one graph{where}: {reason}",
-        hint="move it out of forward, or into a custom op (torch.library.custom_op) whose name is in `split_ops`; "
-        "RUNG_DISABLE=1 runs the module eagerly",
+        hint="move it out of forward, or into a function of its own that is a rung.eager_break "
+        '(breaks="auto" makes one of the function or method around it); RUNG_DISABLE=1 runs the module eagerly',
     )
 
 

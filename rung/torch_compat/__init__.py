@@ -18,7 +18,7 @@ from rung.torch_compat.capture import (
     readable,
     where_fixed,
 )
-from rung.torch_compat.compiler import compile_lock, hash_compilers, import_inductor, import_tracer, quiet_compiler
+from rung.torch_compat.compiler import compile_lock, hash_compilers, import_inductor, import_tracer, missing_compiler, quiet_compiler
 from rung.torch_compat.dispatch import (
     OpOverload,
     TorchDispatchMode,
@@ -31,6 +31,8 @@ from rung.torch_compat.dispatch import (
     map_tensors,
     no_dispatch_modes,
     occupy_stream,
+    op_names,
+    packet_name,
     python_dispatcher,
     single_overload,
     storage_identity,
@@ -152,6 +154,7 @@ __all__ = [
     "is_sym_int_node",
     "map_tensors",
     "may_return_view",
+    "missing_compiler",
     "mode_change",
     "mode_checks",
     "no_dispatch_modes",
@@ -161,6 +164,8 @@ __all__ = [
     "needs_size_asserts",
     "node_location",
     "occupy_stream",
+    "op_names",
+    "packet_name",
     "pretend_cuda",
     "profiling",
     "python_dispatcher",

@@ -34,6 +34,20 @@ def import_inductor() -> None:
     import_module("torch._inductor.standalone_compile")
 
 
+def missing_compiler(error: BaseException) -> str:
+    """The language ("C++" or "C") of the compiler that Inductor or Triton did not find, an empty text for any other error. Inductor wraps
+    what it raises, in the worker processes as text; the wording is that of torch 2.11 to 2.14 and Triton 3.6 to 3.8."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = f"{type(seen).__name__}: {seen}"
+        if "InvalidCxxCompiler" in text:
+            return "C++"
+        if "Failed to find C compiler" in text:
+            return "C"
+        seen = seen.__cause__ or seen.__context__
+    return ""
+
+
 @contextlib.contextmanager
 def quiet_compiler() -> Iterator[None]:
     """Keep the compiler's deprecation chatter out of a program that turns warnings into errors. Filters are the process's: one thread at a

@@ -30,6 +30,16 @@ def single_overload(target: Any) -> Any:
     return target
 
 
+def op_names() -> set[str]:
+    """Every registered op as "namespace::name", whatever overloads it has."""
+    return {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+
+
+def packet_name(target: Any) -> str:
+    """The "namespace::name" of an op packet, an empty text for anything else."""
+    return str(target._qualified_op_name) if isinstance(target, torch._ops.OpOverloadPacket) else ""
+
+
 def is_python_op(function: Any) -> bool:
     """Whether an OpOverload was defined from Python, so that its kernels are Python too."""
     return bool(getattr(function, "_defined_in_python", False))

@@ -26,6 +26,7 @@ PROBES = (
     "torch._inductor.async_compile.AsyncCompile",
     "torch._inductor.async_compile.get_compile_threads",
     "torch._inductor.codecache.CacheBase",
+    "torch._C._dispatch_get_all_op_names",
     "torch._C._len_torch_dispatch_stack",
     "torch._C._functorch.maybe_current_level",
     "torch._C._get_tracing_state",

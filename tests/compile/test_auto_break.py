@@ -186,3 +186,104 @@ def test_a_value_that_is_read_on_the_host_is_an_error_with_its_line(net: type[nn
     with pytest.raises(TraceError, match=r"test_auto_break.py:\d+ \(return x \* float.*reads a value of a tensor on the host") as caught:
         module(torch.ones(3, 4))
     assert "rung.eager_break" in str(caught.value)
+
+
+class Holder:
+    """No module."""
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x * 3
+
+
+class Branches(nn.Module):
+    """Decisions on a value in other places than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.holder = by_the_value, Holder()
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x * 3
+
+    @torch.no_grad()
+    def decorated(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x * 3
+
+    @staticmethod
+    def static(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x * 3
+
+    @classmethod
+    def of_class(cls, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x * 3
+
+    @property
+    def trouble(self) -> None:
+        raise AssertionError("nobody reads it")
+
+    def with_list(self, x: torch.Tensor, factors: list[float]) -> torch.Tensor:
+        return x * factors[0] if x.sum() > 0 else x * 3
+
+    def in_dict(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": x * 2 if x.sum() > 0 else x * 3}
+
+
+class Calls(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.parts = how, nn.ModuleList([Branches()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = self.parts[0]
+        assert isinstance(part, Branches)
+        if self.how == "holder":
+            return part.holder.branch(x + 1) - 1
+        if self.how == "with_list":
+            return part.with_list(x + 1, [2.0]) - 1
+        if self.how == "in_dict":
+            return part.in_dict(x + 1)["y"] - 1
+        if self.how == "unbound":
+            return Branches.branch(part, x + 1) - 1
+        if self.how == "local":
+
+            def inside(x: torch.Tensor) -> torch.Tensor:
+                return x * 2 if x.sum() > 0 else x * 3
+
+            return inside(x + 1) - 1
+        return getattr(part, self.how)(x + 1) - 1  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["branch", "decorated", "static", "of_class", "act"])
+def test_methods_and_functions_of_a_submodule_become_breaks(how: str) -> None:
+    for source in ("compiled", "loaded"):
+        module, eager = rung.wrap(Calls(how), dynamic=ROWS, breaks="auto"), Calls(how)
+        for x in (torch.ones(3, 4), -2 * torch.ones(2, 4), torch.ones(1, 4)):
+            assert torch.equal(module(x), eager(x))
+        (report,) = module.rung.report()
+        assert (report["source"], len(report["steps"])) == (source, 3)
+        (one,) = report["breaks"]
+        assert one["name"] == how
+        assert not one["reason"].startswith(("if ", "return"))  # the reason, not the line
+
+
+WHY = {
+    "holder": "branch is neither a method of a submodule nor a function under its name in test_auto_break.py",
+    "local": "inside is neither a method of a submodule nor",
+    "unbound": "branch was not reached by that name",
+    "with_list": "with_list takes a list; tensors, numbers, strings and None",
+    "in_dict": "in_dict returns a dict; a tensor, ",
+}
+
+
+@pytest.mark.parametrize("how", WHY)
+def test_what_cannot_be_a_break_says_why_and_what_to_decorate(how: str) -> None:
+    with pytest.raises(
+        TraceError,
+        match=rf"(?s)test_auto_break.py:\d+ .*it is no automatic break: {WHY[how]}.*hint: .*decorate that with @rung.eager_break",
+    ):
+        rung.wrap(Calls(how), dynamic=ROWS, breaks="auto")(torch.ones(3, 4))
+
+
+def test_the_wrapped_function_itself_says_so() -> None:
+    with pytest.raises(TraceError, match="no automatic break: the line stands in the wrapped function itself"):
+        rung.wrap(Inline(), dynamic=ROWS, breaks="auto")(torch.ones(3, 4))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ import rung
 from rung import torch_compat
 from rung.compile.guards import Roots
 from rung.compile.trace import trace
+from rung.counters import Count
 from tests.compile.cases import ROOT, bound, split
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -114,53 +119,105 @@ class ParallelMLP(nn.Module):
         return y * 2
 
 
-def work(rank: int, count: int, meeting: str, device_type: str, graphs: str) -> None:
-    """One rank: compare with the whole model, print where the plan came from."""
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=count)
+def work(rank: int, count: int, meeting: str, device_type: str, limit: float, modes: Sequence[str]) -> None:
+    """One rank: compare with the whole model in each of `modes`, print a line of JSON a mode and what each part took."""
+    start = time.perf_counter()
+
+    def passed(what: str) -> None:
+        print(f"{time.perf_counter() - start:6.1f} s {what}", flush=True)  # noqa: T201 - the parent shows it
+
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
+    patience = datetime.timedelta(seconds=limit)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=count, timeout=patience)
+    dist.all_reduce(torch.ones(1, device=device))
+    passed("the ranks have met")
     whole = ParallelMLP(0, 1)
-    wrapped = rung.wrap(ParallelMLP(rank, count).to(device), dynamic={"x": {0: "rows"}}, graphs=graphs)
-    with torch.no_grad():
-        for rows in (5, 2, 5):
-            x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
-            expected = torch.relu(x @ whole.up.t()) @ whole.down.t() * 2
-            torch.testing.assert_close(wrapped(x.to(device)).cpu(), expected, rtol=1e-3, atol=1e-3)
-    report = wrapped.rung.report()[0]
-    assert report["guards"]["unknown"] == []
-    print(report["source"], len(report["steps"]), report["reason"])  # noqa: T201 - the parent reads it
+    for mode in modes:
+        wrapped = rung.wrap(ParallelMLP(rank, count).to(device), dynamic={"x": {0: "rows"}}, graphs=mode)
+        with torch.no_grad():
+            for rows in (5, 2, 5):
+                x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
+                expected = torch.relu(x @ whole.up.t()) @ whole.down.t() * 2
+                torch.testing.assert_close(wrapped(x.to(device)).cpu(), expected, rtol=1e-3, atol=1e-3)
+                passed(f"{mode}: {rows} rows")
+        (report,) = wrapped.rung.report()
+        assert report["guards"]["unknown"] == []
+        told = {"mode": mode, "source": report["source"], "compiles": wrapped.rung.counters[Count.INDUCTOR_COMPILES]}
+        print(json.dumps(told | {"steps": len(report["steps"]), "seconds": report["seconds"]}), flush=True)  # noqa: T201
     dist.barrier()
     dist.destroy_process_group()
+    passed("end")
 
 
-def run_ranks(count: int, folder: Path, device_type: str, graphs: str = "none") -> list[str]:
-    """What each rank printed last."""
-    code = "import sys; from tests.compile.test_distributed import work; work(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])"
-    arguments = [str(count), str(folder / "meeting"), device_type, graphs]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+def run_ranks(count: int, folder: Path, device_type: str, modes: Sequence[str], *, limit: float) -> list[list[dict[str, Any]]]:
+    """What each rank told, a dict a mode. Fails after `limit` seconds, or soon after the first rank that fails, with what the ranks said
+    and the stacks of those that still ran."""
+    code = (
+        "import faulthandler; faulthandler.enable(); import sys, json; from tests.compile.test_distributed import work; "
+        "work(**json.loads(sys.argv[1]))"
+    )
+    logs = [folder / f"rank{rank}.log" for rank in range(count)]
+    processes = []
+    for rank, log in enumerate(logs):
+        told = {"rank": rank, "count": count, "meeting": str(folder / "meeting")}
+        command = [sys.executable, "-c", code, json.dumps(told | {"device_type": device_type, "limit": limit, "modes": [*modes]})]
+        with log.open("w") as file:
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT))
     try:
-        outputs = [process.communicate(timeout=180) for process in processes]
+        late = _wait(processes, limit)
+        for process in late:
+            process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks of all threads
+        for process in late:
+            process.wait(10)
     finally:
         for process in processes:
             process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return [text.strip().splitlines()[-1] for text, _ in outputs]
+            process.wait()
+    pairs = enumerate(zip(processes, logs, strict=True))
+    said = "".join(f"\n--- rank {rank}, status {process.returncode}\n{_ends(log.read_text())}" for rank, (process, log) in pairs)
+    assert not late, f"{len(late)} of {count} ranks still ran after {limit} s, or after another had failed{said}"
+    assert not any(process.returncode for process in processes), said
+    return [[json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")] for log in logs]
+
+
+def _ends(text: str) -> str:
+    return text if len(text) < 8000 else f"{text[:4000]}\n...\n{text[-4000:]}"
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> list[subprocess.Popen[bytes]]:
+    """The processes that still run at the end of the time, which ends two seconds after one has failed."""
+    end = time.monotonic() + limit
+    while (running := [process for process in processes if process.poll() is None]) and time.monotonic() < end:
+        if any(process.returncode for process in processes):
+            end = min(end, time.monotonic() + 2)
+        time.sleep(0.1)
+    return running
+
+
+def check_ranks(told: list[list[dict[str, Any]]]) -> None:
+    """One rank compiled and in one mode alone; all others took it from the store."""
+    first = sorted(modes[0]["source"] for modes in told)
+    assert first == ["compiled", *["loaded"] * (len(told) - 1)]
+    assert {one["source"] for modes in told for one in modes[1:]} <= {"loaded"}
+    assert sum(one["compiles"] for modes in told for one in modes) == 1
 
 
 @pytest.mark.slow
 def test_two_ranks_equal_the_whole_model_and_share_what_one_compiled(tmp_path: Path) -> None:
-    said = run_ranks(2, tmp_path, "cpu")
-    assert sorted(text.split()[0] for text in said) == ["compiled", "loaded"]
+    check_ranks(run_ranks(2, tmp_path, "cpu", ["none", "piecewise"], limit=120))
+
+
+def test_ranks_that_hang_are_told_with_their_stacks(tmp_path: Path) -> None:
+    with pytest.raises(
+        AssertionError, match=r"(?s)2 of 2 ranks still ran after 1.0 s.*rank 0.*most recent call first.*rank 1.*most recent"
+    ):
+        run_ranks(2, tmp_path, "cpu", ["none"], limit=1.0)
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 0, status 1\n.*the ranks have met.*ConfigError: graphs must be one of"):
+        run_ranks(2, tmp_path, "cpu", ["some"], limit=100.0)

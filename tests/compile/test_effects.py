@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import rung
 from rung.compile.effects import refuse_side_effects
 from rung.compile.trace import trace
 from rung.errors import UnsupportedModuleError
@@ -48,6 +49,79 @@ def test_update_in_place_is_no_change_of_an_attribute() -> None:
     with refuse_side_effects(module, "forward"):
         module.net.state.add_(1)
     assert module.net.state.item() == 1
+
+
+class Counts(torch.nn.Module):
+    """What people write to keep a count, a mean and the last result."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls, self.seen = kind, 0, True
+        self.last = torch.zeros(1)
+        self.register_buffer("n", torch.zeros((), dtype=torch.int64))
+        self.inner = torch.nn.Module()
+        self.inner.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "add":
+            self.n += 1
+        elif self.kind == "submodule":
+            self.inner.mean *= 0.5
+            self.inner.mean += x.mean(0)
+        elif self.kind == "result of a method":
+            self.n = self.n.add_(1)
+        elif self.kind == "returned":
+            self.n += 1
+            return self.n
+        elif self.kind == "new tensor":
+            self.n = self.n + 1
+        elif self.kind == "inverted":
+            self.n = ~self.n
+        elif self.kind == "new in submodule":
+            self.inner.mean = x.mean(0)
+        elif self.kind == "number":
+            self.calls += 1
+        elif self.kind == "flag":
+            self.seen = not self.seen
+        elif self.kind == "attribute":
+            self.last = x * 2
+        elif self.kind == "word":
+            self.kind = "words"
+        return x * 2 + self.n + self.inner.mean
+
+
+@pytest.mark.parametrize("kind", ["add", "submodule", "result of a method", "returned"])
+@pytest.mark.parametrize("graphs", ["none", "piecewise", "full"])
+def test_a_tensor_that_is_updated_and_assigned_to_itself_is_updated_at_every_call(kind: str, graphs: str) -> None:
+    eager, module = Counts(kind), Counts(kind)
+    buffers = dict(module.named_buffers())
+    rung.wrap(module, dynamic={"x": {0: "rows"}}, graphs=graphs)
+    for rows in (3, 2, 3):
+        x = torch.randn(rows, 4)
+        result = module(x)
+        torch.testing.assert_close(result, eager(x))
+    assert kind != "returned" or result is module.n
+    for name, value in eager.named_buffers():
+        torch.testing.assert_close(module.get_buffer(name), value)
+        assert module.get_buffer(name) is buffers[name]
+    assert not eager.n.equal(torch.zeros(())) or kind == "submodule"
+
+
+HINTS = {
+    "new tensor": "'n' while it runs.*hint: write into the tensor: `self.n.copy_\\(value\\)` in place of `self.n = value`",
+    "inverted": "'n' while it runs.*hint: write into the tensor: `self.n.copy_",
+    "new in submodule": "'inner.mean' while it runs.*hint: write into the tensor: `self.mean.copy_",
+    "number": r"'calls' while it runs.*hint: .*`self.register_buffer\('calls', .*torch.int64.*`self.calls.add_",
+    "flag": "'seen' while it runs.*hint: .*dtype=torch.bool.*`self.seen.fill_",
+    "attribute": "'last' while it runs.*hint: return the tensor, or make a buffer for it in __init__ .*`self.last.copy_",
+    "word": "'kind' while it runs.*hint: set 'kind' in __init__ or where the module is called",
+}
+
+
+@pytest.mark.parametrize("kind", HINTS)
+def test_the_hint_says_what_to_write_instead(kind: str) -> None:
+    with pytest.raises(UnsupportedModuleError, match=f"(?s){HINTS[kind]}"):
+        rung.wrap(Counts(kind), dynamic={"x": {0: "rows"}})(torch.ones(3, 4))
 
 
 def test_function_has_no_attributes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 import textwrap
@@ -181,7 +182,10 @@ def test_the_general_code_serves_until_a_variant_is_there(eager: Net, monkeypatc
 
 def test_a_process_that_ends_waits_for_the_variant_at_hand() -> None:
     process = subprocess.run([sys.executable, "-c", ENDS], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
-    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
+    said = [
+        line for line in process.stderr.splitlines() if not re.match(r"[IW]\d{4} .* torch/", line)
+    ]  # its logs, as of a GPU that is not there
+    assert (process.returncode, process.stdout, said) == (0, "", [])
     store = open_store()
     assert all(problem is None for problem in verify_store(store))
     assert len(list(store.manifests("pieces"))) == 2  # for all sizes, and for the size 1; the others were not begun

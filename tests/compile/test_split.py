@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from rung.compile.split import mutates
 from rung.errors import UnsupportedModuleError
 from tests.compile.cases import Block, Stack, assert_same, double, split, uncompiled
 
@@ -169,6 +171,17 @@ def test_view_of_a_written_storage_stays_behind_the_break() -> None:
     flattened = compiled.plan.steps[write + 1]
     assert flattened.piece is not None
     assert not set(flattened.outputs) & {number for step in compiled.plan.steps[: write + 1] for number in step.outputs}
+
+
+def test_operators_whose_names_begin_alike_write_nothing() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [
+        graph.call_function(operator.invert, (x,)),
+        graph.call_function(operator.iadd, (x, x)),
+        graph.call_function(operator.index, (x,)),
+    ]
+    assert [mutates(node) for node in nodes] == [False, True, False]
 
 
 def test_order_of_split_ops_is_kept() -> None:

@@ -25,11 +25,13 @@ def prove_rows(
     names: Collection[str],
     row_wise: Collection[str] = (),
     regions: Mapping[str, Region] | None = None,
+    met: set[str] | None = None,
 ) -> dict[str, Verdict | None]:
     """For each dimension in `names`: None when row i of every output depends on row i of the inputs alone, else what prevents the proof.
 
     `symbols` and `bounds` are those of a `TracedGraph`, whose graph is read and not changed. `row_wise` names ops (such as
-    "mylib::scale") that are taken to keep rows apart. `regions` are those of the trace: their ops are gone by now, and are not run.
+    "mylib::scale") that are taken to keep rows apart. `regions` are those of the trace: their ops are gone by now, and are not run. `met`
+    takes the names of the ops that were looked at.
     A proof holds for all sizes that the trace serves, when padding goes behind the real rows."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     inputs = [node.meta["example_value"] for node in placeholders]
@@ -38,7 +40,7 @@ def prove_rows(
     rows = {name: Rows(symbol, bounds.get(name), frozenset(row_wise)) for name, symbol in wanted.items()}
     if not rows:
         return {}
-    mode = _Follow(list(rows.values()))
+    mode = _Follow(list(rows.values()), set() if met is None else met)
     for node, value in zip(placeholders, inputs, strict=True):
         mode.node = node
         for item in rows.values():
@@ -194,9 +196,10 @@ class Rows:
 class _Follow(torch_compat.TorchDispatchMode):
     """Shows every ATen call to the rows. IR ops are followed through their bodies."""
 
-    def __init__(self, rows: Sequence[Rows]) -> None:
+    def __init__(self, rows: Sequence[Rows], met: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
+        self.met = met  # names of the ops that ran
         self.node: Any = None  # the node of the graph that is running
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -205,6 +208,7 @@ class _Follow(torch_compat.TorchDispatchMode):
             with self:
                 return _BODIES[func](*args, **kwargs)
         result = func(*args, **kwargs)
+        self.met.add(func.name().partition(".")[0])
         for rows in self.rows:
             rows.visit(func, args, kwargs, result, self.node)
         return result

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rung.errors import FakeKernelError
 from rung.torch_compat.compiler import compile_lock
 from rung.torch_compat.inductor import compiled_graph
 
@@ -200,10 +201,13 @@ def wrapper_names(ordinal: int | None) -> dict[str, Any]:
         "empty_strided_cpu": guards._empty_strided_cpu,
         "empty_strided_cpu_pinned": guards._empty_strided_cpu_pinned,
         "reinterpret_tensor": guards._reinterpret_tensor,
+        "assert_tensor_metadata": _assert_tensor_metadata,  # from 2.14 on
         "extern_kernels": types.SimpleNamespace(**_products()),
     }
-    if hasattr(guards, "assert_size_stride_grouped"):  # from 2.14 on
-        names["assert_size_stride_grouped"] = guards.assert_size_stride_grouped
+    # in 2.12 alone, from 2.13 on, and from 2.14 on
+    for name in ("copy_misaligned", "copy_if_misaligned", "assert_size_stride_grouped"):
+        if hasattr(guards, name):
+            names[name] = getattr(guards, name)
     if ordinal is not None:
         names |= {
             "ordinal": ordinal,
@@ -212,6 +216,18 @@ def wrapper_names(ordinal: int | None) -> dict[str, Any]:
             "get_raw_stream": torch._C._cuda_getCurrentRawStream,
         }
     return names
+
+
+def _assert_tensor_metadata(tensor: Any, size: Any, stride: Any, dtype: Any, op_name: str | None = None) -> None:
+    """As Inductor's function of this name: an op has returned what its fake kernel said, if anything."""
+    import torch
+
+    if tensor is None:
+        return
+    if tensor.dtype != dtype:
+        raise FakeKernelError(f"{op_name} returned {tensor.dtype} where {dtype} was expected", hint="mend its fake kernel")
+    check: Any = torch._C._dynamo.guards.assert_size_stride
+    check(tensor, size, stride, op_name)
 
 
 def _products() -> dict[str, Any]:

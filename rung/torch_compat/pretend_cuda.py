@@ -124,6 +124,28 @@ def _fake_tensors_stay_fake() -> None:
     _replace(fake_tensor, "init_gpu_context", lambda device: None)
     _replace(fake_tensor.FakeTensorMode, "avoid_device_init", property(lambda self: True))
     torch._C._ensureCUDADeviceGuardSet()  # the guard of CUDA devices becomes the one that does nothing
+    _marks_count_on_fake_tensors()
+
+
+def _marks_count_on_fake_tensors() -> None:
+    """From 2.13 on Dynamo takes over the sizes of a fake tensor that another mode made, and so forgets which dimensions were marked;
+    before, it did with them as with those of any tensor. Checked on 2.13.0 and 2.14.1; can go when marked sizes that are numbers become
+    symbols in `transfer_symbols_from_foreign_shape_env`."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    taken_over = getattr(ShapeEnv, "transfer_symbols_from_foreign_shape_env", None)
+    if taken_over is None:
+        return
+
+    def transfer(
+        self: Any, sizes: Any, strides: Any, offset: Any, source: Any, *, symbolic_context: Any = None, hint_overrides: Any = None
+    ) -> Any:
+        named = {"symbolic_context": symbolic_context, "hint_overrides": hint_overrides}
+        if symbolic_context is None or not all(type(size) is int for size in (*sizes, *strides, offset)):
+            return taken_over(self, sizes, strides, offset, source, **named)
+        return self._create_symbolic_sizes_strides_storage_offset(sizes, strides, offset, [False] * len(sizes), source, **named)
+
+    _replace(ShapeEnv, "transfer_symbols_from_foreign_shape_env", transfer)
 
 
 def _triton_sees(gpu: Gpu) -> None:
@@ -186,7 +208,7 @@ class _NoLauncher:
     def _load_kernel(cubin_path: str, name: str, shared: int, device: int) -> tuple[int, ...]:
         registers, spills = _resources(cubin_path)
         loaded = (1, registers, spills)
-        return loaded if torch.__version__ < "2.12" else (1, *loaded)  # later versions return the module first
+        return loaded if torch.__version__ < "2.13" else (1, *loaded)  # from 2.13 on the module comes first
 
     @staticmethod
     def _unload_kernel(*_: Any) -> None:

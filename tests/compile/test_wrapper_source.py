@@ -10,6 +10,7 @@ import torch
 from rung import torch_compat
 from rung.compile.stock_reasons import NotPortableError, StockReason
 from rung.compile.wrapper_source import portable_source
+from rung.errors import FakeKernelError
 from rung.launch import run_source
 
 HEAD = '''
@@ -135,3 +136,14 @@ def test_every_name_of_the_runtime_exists_here() -> None:
     products = names["extern_kernels"]
     assert torch.equal(products.bias_addmm(bias.expand(3, 4), left, right), torch.addmm(bias[0], left, right))
     assert torch.equal(products.mm(left, right), left @ right)
+
+
+def test_the_look_at_what_an_op_returned_is_that_of_inductor() -> None:
+    """In wrappers from 2.14 on."""
+    look = torch_compat.wrapper_names(None)["assert_tensor_metadata"]
+    look(None, (2, 3), (3, 1), torch.float32, "mylib::op")
+    look(torch.ones(2, 3), (2, 3), (3, 1), torch.float32, "mylib::op")
+    with pytest.raises(FakeKernelError, match=r"mylib::op returned torch.float64 where torch.float32 was expected"):
+        look(torch.ones(2, 3).double(), (2, 3), (3, 1), torch.float32, "mylib::op")
+    with pytest.raises(AssertionError, match="mylib::op"):
+        look(torch.ones(3, 2), (2, 3), (3, 1), torch.float32, "mylib::op")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 import signal
@@ -147,6 +148,9 @@ def work(rank: int, count: int, meeting: str, device_type: str, limit: float, mo
         assert report["guards"]["unknown"] == []
         told = {"mode": mode, "source": report["source"], "compiles": wrapped.rung.counters[Count.INDUCTOR_COMPILES]}
         print(json.dumps(told | {"steps": len(report["steps"]), "seconds": report["seconds"]}), flush=True)  # noqa: T201
+        wrapped.rung.release()  # NCCL waits for graphs that hold its collectives when a group is destroyed (pytorch/pytorch#115388)
+        passed(f"{mode}: released")
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
     passed("end")

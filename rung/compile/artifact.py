@@ -37,6 +37,7 @@ from rung.launch.machine_code import code_digest
 from rung.launch.native_library import cpu_flags
 
 VERSION = 1
+_DEVICE = re.compile(r"\b_DeviceGuard\((\d+)\)")
 _PATHS = re.compile(r"^# kernel path: .*\n", re.MULTILINE)  # of the machine that compiled
 Put = Callable[[bytes], str]  # keeps bytes, returns their digest
 Read = Callable[[str], bytes]
@@ -51,6 +52,11 @@ class Artifact:
     program: Program | None = None
     reason: StockReason | None = None
     detail: str = ""
+    ordinal: int | None = None  # the GPU that the stock form is for; a program serves every one
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether some form of it runs on a device, as far as its ordinal counts."""
+        return self.program is not None or self.ordinal in (None, ordinal_of(device))
 
     @property
     def blobs(self) -> tuple[str, ...]:
@@ -62,6 +68,7 @@ class Artifact:
         program = None if self.program is None else self.program.to_json()
         reason = None if self.reason is None else str(self.reason)
         data = {"version": VERSION, "stock": self.stock, "text": self.text, "program": program, "reason": reason, "detail": self.detail}
+        data["ordinal"] = self.ordinal
         return json.dumps(data, sort_keys=True).encode()
 
     @staticmethod
@@ -81,11 +88,14 @@ class Artifact:
 def make_artifact(serialized: bytes, put: Put) -> Artifact:
     """Keep what Inductor serialised and, as far as they can be had, the parts that run without it. Loads it once."""
     loaded = torch_compat.deserialize_artifact(serialized)
-    stock, text = put(serialized), put(_PATHS.sub("", torch_compat.artifact_source(loaded)).encode())
+    source = torch_compat.artifact_source(loaded)
+    named = _DEVICE.search(source)
+    ordinal = None if named is None else int(named[1])
+    stock, text = put(serialized), put(_PATHS.sub("", source).encode())
     try:
-        return Artifact(stock=stock, text=text, program=_program(loaded, put))
+        return Artifact(stock=stock, text=text, program=_program(loaded, put), ordinal=ordinal)
     except NotPortableError as refused:
-        return Artifact(stock=stock, text=text, reason=refused.reason, detail=refused.detail)
+        return Artifact(stock=stock, text=text, reason=refused.reason, detail=refused.detail, ordinal=ordinal)
 
 
 def _program(loaded: Any, put: Put) -> Program:
@@ -142,6 +152,7 @@ class PieceLoader:
 
     def __init__(self, device: torch.device, read: Read, *, driver: Driver | None = None) -> None:
         self.read = read
+        self._device = device
         self._why, self._runtime = _runtime(device, read, driver)
         self._flags: frozenset[str] | None = None
 
@@ -154,6 +165,11 @@ class PieceLoader:
                 return self._runtime.load(artifact.program, chooser), None
             except LaunchError:
                 refused = StockReason.UNLOADABLE
+        if artifact.ordinal not in (None, ordinal_of(self._device)):
+            raise ArtifactError(
+                f"Inductor's form of a piece is for cuda:{artifact.ordinal} and not for {self._device}, and ours cannot run: {refused}",
+                hint="it is built again",
+            )
         return stock_call(self.read(artifact.stock)), refused
 
     def unload(self) -> None:
@@ -185,8 +201,14 @@ def _runtime(device: torch.device, read: Read, driver: Driver | None) -> tuple[S
         driver = driver or CudaDriver()
     except BackendUnavailableError:
         return StockReason.DRIVER, None
-    ordinal = torch.cuda.current_device() if device.index is None else device.index
-    return None, PieceRuntime(read, ordinal=ordinal, driver=driver)
+    return None, PieceRuntime(read, ordinal=ordinal_of(device), driver=driver)
+
+
+def ordinal_of(device: torch.device) -> int | None:
+    """Which GPU a device is, None for another device."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def stock_call(serialized: bytes) -> StepCall:

@@ -76,9 +76,11 @@ class PieceCompiler:
         self.store = store
         self.counters = counters
         self.passes = pass_manager(config)
+        self._device = torch.device("cpu")  # of the pieces
 
     def factors(self, device: torch.device) -> Factors:
-        """What changes the code of a piece besides the piece itself, from everything that has a say in it."""
+        """What changes the code of a piece besides the piece itself, from everything that has a say in it, on the device of the pieces."""
+        self._device = device
         named = {
             "piece_format": FORMAT,
             "passes": {"all": self.passes.uuid(), **{item.name: item.uuid() for item in self.passes.passes}},
@@ -134,10 +136,13 @@ class PieceCompiler:
         except ArtifactError as error:
             warnings.warn(f"a stored piece could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
             return None
+        found = StoredPiece(manifest.blobs[0], blobs, manifest.data["bound"])
+        if not found.artifact.serves(self._device):
+            return None
         report.passes.append(manifest.data["passes"])
         report.add_piece(manifest.seconds["compile"], hit=True)
         self.counters.add(Count.PIECE_HITS)
-        return StoredPiece(manifest.blobs[0], blobs, manifest.data["bound"])
+        return found
 
     def _build(
         self,

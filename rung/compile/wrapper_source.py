@@ -65,7 +65,10 @@ def _defines(node: ast.stmt, name: str) -> bool:
 
 
 class _Rewrite(ast.NodeTransformer):
-    """Ordinals become names, and the second of two ways to set the device goes."""
+    """The ordinal becomes a name, and the second of two ways to set the device goes."""
+
+    def __init__(self) -> None:
+        self._seen: int | None = None  # of the device on which the piece was compiled
 
     def visit_Expr(self, node: ast.Expr) -> Any:
         if isinstance(node.value, ast.Constant) or _is_call(node.value, "torch.cuda.set_device"):
@@ -75,20 +78,22 @@ class _Rewrite(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
         if _is_call(node, "torch.cuda._DeviceGuard"):
-            node.func, node.args = _name(GUARD), [_ordinal(node.args[0])]
+            node.func, node.args = _name(GUARD), [self._ordinal(node.args[0])]
         elif _is_call(node, "get_raw_stream"):
-            node.args = [_ordinal(node.args[0])]
+            node.args = [self._ordinal(node.args[0])]
         elif _is_call(node, "device") or _is_call(node, "torch.device"):
             for keyword in node.keywords:
                 if keyword.arg == "index":
-                    keyword.value = _ordinal(keyword.value)
+                    keyword.value = self._ordinal(keyword.value)
         return node
 
-
-def _ordinal(value: ast.expr) -> ast.expr:
-    if isinstance(value, ast.Constant) and value.value == 0:
+    def _ordinal(self, value: ast.expr) -> ast.expr:
+        found = value.value if isinstance(value, ast.Constant) else None
+        if not isinstance(found, int) or found != (found if self._seen is None else self._seen):
+            also = "" if self._seen is None else f" beside {self._seen}"
+            raise NotPortableError(StockReason.DEVICES, f"it names device {ast.unparse(value)}{also}")
+        self._seen = found
         return _name(ORDINAL)
-    raise NotPortableError(StockReason.DEVICES, f"it names device {ast.unparse(value)}")
 
 
 def _name(name: str) -> ast.Name:

@@ -146,3 +146,21 @@ def test_sources_are_read_when_asked_for(blobs: Blobs) -> None:
     sources = Sources([on_gpu(blobs), Artifact(stock="", text="gone")], read)
     assert (len(sources), asked) == (2, [])
     assert list(sources) == ["text", ""]
+
+
+def test_inductors_form_serves_the_gpu_that_it_was_compiled_for(blobs: Blobs) -> None:
+    stock = Artifact(stock=blobs.put(b"pickle"), text="", reason=StockReason.NAME, ordinal=1)
+    assert Artifact.from_bytes(stock.to_bytes()) == stock
+    assert [stock.serves(torch.device(name)) for name in ("cuda:1", "cuda:0")] == [True, False]
+    driver = driver_for(IMAGE)
+    assert bind(stock, blobs, "cuda:1", driver=driver)[1] is StockReason.NAME
+    with pytest.raises(ArtifactError, match="is for cuda:1 and not for cuda:0, and ours cannot run: name"):
+        bind(stock, blobs, "cuda:0", driver=driver)
+
+
+def test_a_program_serves_every_gpu(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rung.launch.piece_runtime.wrapper_names", lambda ordinal: {"ordinal": ordinal, "get_raw_stream": lambda n: 70 + n})
+    artifact = on_gpu(blobs, ordinal=1)
+    for name in ("cuda:0", "cuda:1"):
+        assert artifact.serves(torch.device(name))
+        assert bind(artifact, blobs, name, driver=driver_for(IMAGE))[1] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -94,6 +95,12 @@ def test_it_runs_on_the_device_that_the_loader_names() -> None:
     assert seen == [("guard", 3), (("x", "buffer", 4), 103)]
 
 
+def test_the_device_that_compiled_it_leaves_no_trace() -> None:
+    other = re.sub(r"(_DeviceGuard|get_raw_stream|set_device)\(0\)|index=0", lambda found: found[0].replace("0", "1"), ON_GPU)
+    assert other != ON_GPU
+    assert rewritten(other) == rewritten(ON_GPU)
+
+
 @pytest.mark.parametrize(
     ("body", "reason", "detail"),
     [
@@ -104,7 +111,8 @@ def test_it_runs_on_the_device_that_the_loader_names() -> None:
         ("return args.__class__.__base__", StockReason.NAME, "args.__class__"),
         ("import os\n        return os", StockReason.NAME, "import os"),
         ("return empty_strided_xpu((4,), (1,), torch.float32)", StockReason.NAME, "empty_strided_xpu"),
-        ("return get_raw_stream(1)", StockReason.DEVICES, "device 1"),
+        ("return get_raw_stream(1), get_raw_stream(2)", StockReason.DEVICES, "device 2 beside 1"),
+        ("return get_raw_stream(args)", StockReason.DEVICES, "device args"),
         ("return (", StockReason.WRAPPER, "does not parse"),
     ],
 )

@@ -1,7 +1,7 @@
 """What lies inside a loaded Inductor artifact: the wrapper's source, and its kernels as machine code.
 
-Checked on torch 2.11.0, 2.13.0 and 2.14.1. Everything here reads; what it does not know is refused with a `GeneratedCodeError`, and the
-caller then keeps to Inductor's own loader.
+Checked on torch 2.11.0, 2.12.0, 2.13.0 and 2.14.1. Everything here reads; what it does not know is refused with a `GeneratedCodeError`,
+and the caller then keeps to Inductor's own loader.
 """
 
 from __future__ import annotations

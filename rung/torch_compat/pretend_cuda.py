@@ -1,7 +1,8 @@
 """Making torch, Inductor and Triton believe that a GPU is there, so that a process without one compiles for it.
 
 For a process of its own that does nothing else (`rung.cli.precompile_child`): torch is patched for good, and what would run on the GPU
-must not be called. Checked on torch 2.11.0 (CUDA 13.0, Triton 3.6). Each patch goes when torch can compile for a device it does not have.
+must not be called. Checked on torch 2.11.0 to 2.14.1 (CUDA 13.0, Triton 3.6 to 3.8). Each patch goes when torch can compile for a device
+it does not have.
 """
 
 from __future__ import annotations

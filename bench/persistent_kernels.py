@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from bench.persistent_exchange import await_all, read_rows, write_rows
-from rung.passes.kernels.product_kernels import _activate, _fetch
+from rung.passes.kernels.product_kernels import _fetch
+from rung.passes.kernels.row_kernels import _activate
 
 
 @triton.constexpr_function

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rung.passes.kernels.product_kernels import _activate
+from rung.passes.kernels.row_kernels import _activate
 
 
 @triton.jit

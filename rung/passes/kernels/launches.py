@@ -13,11 +13,12 @@ from rung.passes.kernels.wide import wide_product
 _KERNELS = "rung.passes.kernels.product_kernels"  # named, not imported: it needs Triton, which a warm start does without
 PRODUCT = TritonLauncher(_KERNELS, "product_kernel")
 VECTOR = TritonLauncher(_KERNELS, "vector_kernel")
-ADD_NORM = TritonLauncher(_KERNELS, "add_norm_kernel")
 _SIBLINGS = "rung.passes.kernels.sibling_kernels"
 SIBLING_PRODUCTS = TritonLauncher(_SIBLINGS, "sibling_products_kernel")
 SIBLING_VECTORS = TritonLauncher(_SIBLINGS, "sibling_vectors_kernel")
-ACTIVATE = TritonLauncher(_KERNELS, "activate_kernel")
+_ROWS = "rung.passes.kernels.row_kernels"
+ADD_NORM = TritonLauncher(_ROWS, "add_norm_kernel")
+ACTIVATE = TritonLauncher(_ROWS, "activate_kernel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Triton kernels of matrix products with few rows, and of what stands around them. Importing this file needs Triton.
+"""Triton kernels of matrix products with few rows; `row_kernels` has what stands between two of them. Importing this file needs Triton.
 
 Weights are [n, k] with contiguous rows, as `nn.Linear` has them, in the dtype of x or e4m3 with scales: these are converted on their way to
 the product (exactly: bf16 has all numbers of e4m3), and the sum is scaled. SCALED: 0 without scales, 1 for one scale an output, 2 for one
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from rung.passes.kernels.row_kernels import _activate
 
 
 @triton.jit
@@ -35,15 +37,6 @@ def _await(weight, up, columns, n, k, weight_stride, first, PREFETCH: tl.constex
             if GATED:
                 _fetch(up, columns, n, k, weight_stride, first, PREFETCH)
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr):
-    """silu(gate) * up for "silu", gelu(gate) * up with the tanh approximation for "gelu"; float32."""
-    if ACTIVATION == "silu":
-        return gate / (1.0 + tl.exp(-gate)) * up
-    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    return gate * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner))) * up
 
 
 @triton.jit
@@ -258,53 +251,3 @@ def vector_kernel(
         weight_stride, scale_stride,
         X_SCALED, NORM, ACTIVATION, BIAS, RESIDUAL, SCALED, PREFETCH, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows"])
-def add_norm_kernel(
-    x, bias, residual, norm_weight, hidden, normed, rows, n, epsilon, x_stride, residual_stride,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PROGRAMMATIC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """hidden = x + residual and normed = norm_weight * hidden / rms(hidden) of one row, both [rows, n] and contiguous. Without RESIDUAL
-    hidden is x and not written. With PARTS > 1 x is float32 [PARTS, rows, n], summed in order. A sum of parts is given its bias and rounded
-    before the residual is added. Grid: (rows)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    mask = column < n
-    if PROGRAMMATIC:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    scale = tl.load(norm_weight + column, mask=mask, other=0.0).to(tl.float32)
-    if PARTS > 1:
-        total = tl.load(x + row * n + column, mask=mask, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            total += tl.load(x + (part * rows.to(tl.int64) + row) * n + column, mask=mask, other=0.0)
-        if BIAS:
-            total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-        total = total.to(normed.dtype.element_ty).to(tl.float32)
-    else:
-        total = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        total += tl.load(residual + row * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
-        rounded = total.to(hidden.dtype.element_ty)
-        tl.store(hidden + row * n + column, rounded, mask=mask)
-        total = rounded.to(tl.float32)
-    total *= tl.rsqrt(tl.sum(total * total, axis=0) / n + epsilon)
-    scaled = scale * total.to(normed.dtype.element_ty).to(tl.float32)
-    tl.store(normed + row * n + column, scaled.to(normed.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def activate_kernel(
-    gate, up, out, n, gate_stride, up_stride, ACTIVATION: tl.constexpr, PROGRAMMATIC: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The activation of gate [rows, n] times up [rows, n] into out [rows, n], contiguous. Grid: (rows, blocks of n)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < n
-    if PROGRAMMATIC:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    first = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * n + column, _activate(first, second, ACTIVATION).to(out.dtype.element_ty), mask=mask)

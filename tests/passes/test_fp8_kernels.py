@@ -15,7 +15,7 @@ from rung.passes.ir.activation import gelu_body, silu_body
 from rung.passes.ir.fp8 import GROUP, quant_group_body, quant_per_token_body, quant_static_body
 from rung.passes.ir.fp8_linear import FP8_BLOCK, dequantised, fp8_block_body, fp8_linear_norm_body, fp8_norm_linear_body
 from rung.passes.ir.rms_norm import rms_norm_body
-from rung.passes.kernels import fp8, fp8_launches, fp8_norm
+from rung.passes.kernels import fp8, fp8_launches, fp8_norm, fp8_product
 from rung.passes.kernels.fp8_launches import add_norm_quantise, quantise
 from rung.passes.kernels.launches import Surroundings, Tiles, product, sibling_products
 
@@ -150,7 +150,7 @@ def test_parts_of_a_split_product_are_scaled() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 3])
 @pytest.mark.parametrize("static", [False, True])
 def test_sum_norm_and_quantisation_of_few_rows(monkeypatch: pytest.MonkeyPatch, rows: int, static: bool) -> None:
-    monkeypatch.setattr(fp8, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT)
+    monkeypatch.setattr(fp8_product, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT)
     x, x_scale = wanted_of(torch.randn(rows, 64), "token")
     x_scale = torch.full((1,), 0.01) if static else x_scale
     bias, residual, norm_weight = torch.randn(32), torch.randn(rows, 32), torch.rand(32)
@@ -166,7 +166,7 @@ def test_sum_norm_and_quantisation_of_few_rows(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_block_of_few_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(fp8, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT if splittable else TILES)
+    monkeypatch.setattr(fp8_product, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT if splittable else TILES)
     assert FP8_BLOCK.sample is not None
     args = FP8_BLOCK.sample(rows, torch.float32, torch.device("cpu"))
     for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
@@ -182,7 +182,7 @@ def given_as_e4m3(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_block_of_few_rows_that_come_as_e4m3(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(fp8, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT if splittable else TILES)
+    monkeypatch.setattr(fp8_product, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT if splittable else TILES)
     assert FP8_BLOCK.sample is not None
     args = given_as_e4m3(FP8_BLOCK.sample(max(rows, 1), torch.float32, torch.device("cpu")))
     args = (args[0][:rows], *args[1:5], args[5][:rows], *args[6:])
@@ -204,8 +204,8 @@ def test_block_of_many_rows_quantises_behind_norms_and_the_activation(monkeypatc
         calls.append(x.shape)
         return multiplied(x, *args)
 
-    monkeypatch.setattr(fp8, "scaled_mm", scaled_mm)
-    monkeypatch.setattr(fp8, "tiles_for", lambda *args, **named: None)
+    monkeypatch.setattr(fp8_product, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(fp8_product, "tiles_for", lambda *args, **named: None)
     assert FP8_BLOCK.sample is not None
     args = FP8_BLOCK.sample(5, torch.float32, torch.device("cpu"))
     for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
@@ -214,8 +214,8 @@ def test_block_of_many_rows_quantises_behind_norms_and_the_activation(monkeypatc
 
 
 def test_block_of_many_rows_that_come_as_e4m3_are_given_their_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "scaled_mm", multiplied)
-    monkeypatch.setattr(fp8, "tiles_for", lambda *args, **named: None)
+    monkeypatch.setattr(fp8_product, "scaled_mm", multiplied)
+    monkeypatch.setattr(fp8_product, "tiles_for", lambda *args, **named: None)
     assert FP8_BLOCK.sample is not None
     args = given_as_e4m3(FP8_BLOCK.sample(5, torch.float32, torch.device("cpu")))
     for found, wanted in zip(fp8.block(*args), fp8_block_body(*args), strict=True):
@@ -225,9 +225,9 @@ def test_block_of_many_rows_that_come_as_e4m3_are_given_their_scale(monkeypatch:
 @pytest.mark.parametrize("k", [512, 256])
 def test_squares_of_many_rows(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     """cuBLAS takes the scales of squares four at a time; other weights are multiplied in the model's dtype."""
-    monkeypatch.setattr(fp8, "scaled_mm", multiplied)
-    monkeypatch.setattr(fp8, "tiles_for", lambda *args, **named: None)
-    monkeypatch.setattr(fp8, "_dequantised", lambda weight: dequantised(weight.values, weight.scale))
+    monkeypatch.setattr(fp8_product, "scaled_mm", multiplied)
+    monkeypatch.setattr(fp8_product, "tiles_for", lambda *args, **named: None)
+    monkeypatch.setattr(fp8_product, "dequantised", lambda weight: dequantised(weight.values, weight.scale))
     args = torch.randn(5, k), torch.rand(k), 1e-5, *weight_of(128, k, squares=True), None, None, "silu", GROUP
     found, wanted = fp8.norm_linear(*args), fp8_norm_linear_body(*args)
     assert (found - wanted).norm() <= (1e-2 if k == 512 else 6e-2) * wanted.norm()

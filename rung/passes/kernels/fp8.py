@@ -7,29 +7,28 @@ by the kernel that norms them where one does, and e4m3 is multiplied by e4m3: by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from rung.passes.kernels import launches
 from rung.passes.kernels.fp8_launches import E4M3, Quantised, add_norm_quantise, quantise
-from rung.passes.kernels.launches import Surroundings, Tiles
+from rung.passes.kernels.fp8_product import (
+    Scale,
+    Unactivated,
+    Weight,
+    activated,
+    dequantised,
+    describe_product,
+    given_rows,
+    product_of_rows,
+    product_tiles,
+    takes_quantised,
+)
+from rung.passes.kernels.launches import Surroundings
 from rung.passes.kernels.support import is_programmatic, rows_of, why_not_fp8
-from rung.passes.kernels.tiles import Dtypes, most_rows, tiles_for
-from rung.passes.kernels.wide import why_not_wide
-from rung.torch_compat import scaled_mm
-
-Scale = torch.Tensor | None
-_SQUARE = 128
-_BLOCKWISE_K = 4 * _SQUARE  # cuBLAS takes the scales of squares where their rows are multiples of four
-
-
-class Weight(NamedTuple):
-    values: torch.Tensor  # e4m3 [n, k]
-    scale: torch.Tensor
-    input_scale: Scale
-    bias: Scale
+from rung.passes.kernels.tiles import Dtypes, tiles_for
 
 
 def halves(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -84,7 +83,7 @@ def linear(
         tiles = tiles_for(*x.shape[:1], *weight.shape, fp8=Dtypes(weights=True, squares=weight_scale.dim() == 2))
         if tiles is not None:
             return launches.product(rows_of(x), weight, Surroundings(bias=bias, weight_scale=weight_scale), tiles)
-        return F.linear(x, _dequantised(given), bias)
+        return F.linear(x, dequantised(given), bias)
     if x_scale.numel() == 1:
         quantised = given_rows(rows_of(x), given._replace(input_scale=x_scale.reshape(1)), splittable=False)
     else:
@@ -152,7 +151,7 @@ def quant_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, input_scale: Scale, bias: Scale, activation: str, group: int
 ) -> torch.Tensor:
     given = Weight(weight, weight_scale, input_scale, bias)
-    return _activated(product_of_rows(rows_of(x), given, group, activation), activation)
+    return activated(product_of_rows(rows_of(x), given, group, activation), activation)
 
 
 def norm_linear(
@@ -168,33 +167,27 @@ def norm_linear(
 ) -> torch.Tensor:
     x, given = rows_of(x), Weight(weight, weight_scale, input_scale, bias)
     product, _ = _normed_product(x, None, norm_weight, epsilon, given, activation, group)
-    return _activated(product, activation)
+    return activated(product, activation)
 
 
 def linear_norm_linear(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     product, hidden = _linear_norm_linear(rows_of(x), *args)
-    return _activated(product, args[11]), hidden
+    return activated(product, args[11]), hidden
 
 
 def block(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = halves(args)
     middle, residual = _linear_norm_linear(rows_of(x), *first)
     down, activation, group = Weight(*second[:4]), first[11], first[12]
-    if isinstance(middle, _Unactivated) and (_tiles(x.shape[0], down, "", splittable=True) is not None or _takes_quantised(down)):
+    if isinstance(middle, Unactivated) and (product_tiles(x.shape[0], down, "", splittable=True) is not None or takes_quantised(down)):
         quantised = quantise(middle.product, down.input_scale, group, activation=activation, programmatic=is_programmatic(x))
         product, hidden = _linear_norm_linear(quantised, *with_residual(second, residual))
     else:
-        product, hidden = _linear_norm_linear(_activated(middle, activation), *with_residual(second, residual))
-    return _activated(product, second[-2]), hidden
+        product, hidden = _linear_norm_linear(activated(middle, activation), *with_residual(second, residual))
+    return activated(product, second[-2]), hidden
 
 
 # --- parts ---------------------------------------------------------------------------------------------------------------------------
-
-
-class _Unactivated(NamedTuple):
-    """A product by cuBLAS whose activation is still to come: [rows, 2 * n]."""
-
-    product: torch.Tensor
 
 
 def _linear_norm_linear(
@@ -212,7 +205,7 @@ def _linear_norm_linear(
     next_bias: Scale,
     activation: str,
     group: int,
-) -> tuple[torch.Tensor | _Unactivated, torch.Tensor]:
+) -> tuple[torch.Tensor | Unactivated, torch.Tensor]:
     first, second = Weight(weight, weight_scale, input_scale, bias), Weight(next_weight, next_weight_scale, next_input_scale, next_bias)
     residual = rows_of(residual)
     if isinstance(x, torch.Tensor) and x.dtype == E4M3:
@@ -227,15 +220,6 @@ def _linear_norm_linear(
     return _normed_product(parts, residual, norm_weight, epsilon, second, activation, group, left)
 
 
-def given_rows(x: torch.Tensor, weight: Weight, *, splittable: bool) -> Quantised:
-    """Rows that came as e4m3. Our kernels read the one scale for each row; cuBLAS wants it as often as there are
-    rows, which is a kernel of its own."""
-    rows, scale = x.shape[0], weight.input_scale
-    assert scale is not None
-    few = _tiles(rows, weight, "", splittable=splittable) is not None
-    return Quantised(x, scale.expand(rows, 1) if few else scale.repeat(rows).unsqueeze(1))
-
-
 def _normed_product(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -245,87 +229,14 @@ def _normed_product(
     activation: str,
     group: int,
     bias: Scale = None,  # of x, where that is the parts of a product
-) -> tuple[torch.Tensor | _Unactivated, torch.Tensor]:
+) -> tuple[torch.Tensor | Unactivated, torch.Tensor]:
     rows, programmatic = x.shape[-2], is_programmatic(x)
     if rows == 1 and residual is None:
         return product_of_rows(x, weight, group, activation, norm_weight=norm_weight, epsilon=epsilon), x
-    if _tiles(rows, weight, activation) is not None or _takes_quantised(weight):
+    if product_tiles(rows, weight, activation) is not None or takes_quantised(weight):
         quantised, hidden = add_norm_quantise(
             x, residual, norm_weight, epsilon, weight.input_scale, group, bias, programmatic=programmatic
         )  # fmt: skip
         return product_of_rows(quantised, weight, group, activation), hidden
     normed, hidden = launches.add_norm(x, residual, norm_weight, epsilon, bias, programmatic=programmatic)
     return product_of_rows(normed, weight, group, activation), hidden
-
-
-def product_of_rows(
-    x: torch.Tensor | Quantised, weight: Weight, group: int, activation: str, *, splittable: bool = False, **around: Any
-) -> torch.Tensor | _Unactivated:
-    """[rows, n]; where it is splittable, perhaps the parts [splits, rows, n] without the bias."""
-    rows = x.values.shape[0] if isinstance(x, Quantised) else x.shape[0]
-    tiles = _tiles(rows, weight, activation, splittable=splittable)
-    if isinstance(x, Quantised):
-        if tiles is not None and (tiles.block_m > 1 or weight.scale.dim() == 1):  # that for one row knows no scales of squares
-            around |= {"x_scale": x.scale, "weight_scale": weight.scale}
-            return launches.product(x.values, weight.values, Surroundings(bias=weight.bias, activation=activation, **around), tiles)
-        result = _scaled(x, weight)
-        return _Unactivated(result) if activation else result
-    if rows <= 1:
-        assert tiles is not None, "one row always has tiles"
-        return launches.product(
-            x, weight.values, Surroundings(bias=weight.bias, weight_scale=weight.scale, activation=activation, **around), tiles
-        )
-    assert not around
-    if tiles is None and not _takes_quantised(weight):
-        result = F.linear(x, _dequantised(weight), weight.bias)
-        return _Unactivated(result) if activation else result
-    quantised = quantise(x, weight.input_scale, group, programmatic=is_programmatic(x))
-    return product_of_rows(quantised, weight, group, activation, splittable=splittable)
-
-
-def _activated(made: torch.Tensor | _Unactivated, activation: str) -> torch.Tensor:
-    if isinstance(made, torch.Tensor):
-        return made
-    return launches.activate(made.product, activation, programmatic=is_programmatic(made.product))
-
-
-def _scaled(x: Quantised, weight: Weight) -> torch.Tensor:
-    if x.values.shape[0] == 0:
-        return torch.empty((0, weight.values.shape[0]), dtype=torch.bfloat16, device=x.values.device)
-    return scaled_mm(*x, weight.values, weight.scale, weight.bias, torch.bfloat16)
-
-
-def _takes_quantised(weight: Weight) -> bool:
-    return weight.scale.dim() == 1 or weight.values.shape[1] % _BLOCKWISE_K == 0
-
-
-def _dequantised(weight: Weight) -> torch.Tensor:
-    values, scale = weight.values.bfloat16(), weight.scale
-    if scale.dim() == 1:
-        return values * scale.bfloat16().unsqueeze(1)
-    wide = scale.bfloat16().repeat_interleave(_SQUARE, 0).repeat_interleave(_SQUARE, 1)
-    return values * wide
-
-
-def _tiles(rows: int, weight: Weight, activation: str, *, splittable: bool = False) -> Tiles | None:
-    n, k = weight.values.shape
-    n //= 2 if activation else 1
-    programmatic = is_programmatic(weight.values)
-    tiles = tiles_for(rows, n, k, activation=activation, splittable=splittable, programmatic=programmatic, fp8=_dtypes(weight.scale))
-    return None if tiles is not None and tiles.wide and why_not_wide(weight.values, weight.values, weight.bias) else tiles
-
-
-def _dtypes(weight_scale: torch.Tensor) -> Dtypes:
-    return Dtypes(weights=True, rows=True, squares=weight_scale.dim() == 2)
-
-
-def describe_product(weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, activation: str, *, splittable: bool = False) -> str:
-    """How many rows our kernels take for a weight, and who takes more."""
-    n, k = weight.shape
-    wide = why_not_wide(weight, weight, bias) is None
-    most = most_rows(n // (2 if activation else 1), k, activation=activation, splittable=splittable, fp8=_dtypes(weight_scale), wide=wide)
-    return f"{n}x{k} e4m3{' ' + activation if activation else ''} to {most} rows, then {_many(weight, weight_scale)}"
-
-
-def _many(weight: torch.Tensor, weight_scale: torch.Tensor) -> str:
-    return "_scaled_mm" if _takes_quantised(Weight(weight, weight_scale, None, None)) else "bf16 by cuBLAS"

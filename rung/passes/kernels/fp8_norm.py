@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from rung.passes.kernels.fp8 import Scale, Weight, describe_product, given_rows, product_of_rows
 from rung.passes.kernels.fp8_launches import E4M3, Quantised, add_norm_quantise
+from rung.passes.kernels.fp8_product import Scale, Weight, describe_product, given_rows, product_of_rows
 from rung.passes.kernels.support import is_programmatic, rows_of, why_not_fp8
 
 

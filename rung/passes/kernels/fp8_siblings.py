@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rung.passes.kernels import launches
-from rung.passes.kernels.fp8 import Scale, Weight, product_of_rows
 from rung.passes.kernels.fp8_launches import E4M3, Quantised, quantise
+from rung.passes.kernels.fp8_product import Scale, Weight, product_of_rows
 from rung.passes.kernels.launches import Surroundings
 from rung.passes.kernels.support import is_programmatic, rows_of, why_not_fp8
 from rung.passes.kernels.tiles import Dtypes, most_rows, tiles_for

@@ -104,6 +104,16 @@ class BatchBuilder:
         return replace(batch, seq_lens=self._slots.num_computed_tokens_np[batch.idx_mapping] + batch.query_lens)
 
 
+def advance_mirrors(slots: RequestSlots, batch: Batch, num_steps: int) -> None:
+    """What the host knows of the slots once the batch has run `num_steps` times; of several each is a decode."""
+    rows = batch.idx_mapping
+    slots.num_computed_tokens_np[rows] = batch.seq_lens + (num_steps - 1)
+    if batch.has_prefill:
+        slots.total_len_np[rows] += (batch.seq_lens >= slots.prefill_len_np[rows]) * np.int32(num_steps)
+    else:  # all known tokens are computed
+        slots.total_len_np[rows] = batch.seq_lens + num_steps
+
+
 def dummy_batch(query_lens: npt.NDArray[np.int32], *, decode: bool = False, max_seq_len: int = 0) -> Batch:
     """A batch that belongs to no request: it reads no slot, writes no KV cache and advances nothing. `max_seq_len` is the bound that the
     host has of its lengths, for launches that depend on it."""

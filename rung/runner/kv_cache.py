@@ -1,14 +1,14 @@
-"""The paged KV cache: how many blocks fit, and the storage."""
+"""The paged KV cache: how many blocks fit, the storage, and the layers that read it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from rung.attention import Attention, KVCache
-from rung.errors import KVCacheTooSmallError
+from rung.attention import Attention, AttentionBackend, AttentionSpec, KVCache
+from rung.errors import KVCacheTooSmallError, StateError
 from rung.runner.config import RunnerConfig
 from rung.runner.kv_groups import KVGroup, blocks_in, blocks_per_request, cache_bytes, group_blocks, most_kv_blocks, windows_of
 from rung.runner.memory_plan import MemoryPlan
@@ -66,6 +66,27 @@ def allocate_kv_caches(
         return KVCache(storage(layer, count), storage(layer, count), *scales)
 
     return {name: cache(layer, count_of[name]) for name, layer in layers.items()}
+
+
+def bind_layers(
+    layers: Mapping[str, Attention], caches: Mapping[str, KVCache], backend: Callable[[AttentionSpec], AttentionBackend]
+) -> None:
+    """Give each layer its cache and a backend, which layers of one spec share."""
+    backends: dict[AttentionSpec, AttentionBackend] = {}
+    for name, layer in layers.items():
+        if layer.spec not in backends:
+            backends[layer.spec] = backend(layer.spec)
+        layer.bind(backends[layer.spec], caches[name])
+
+
+def check_bound(layers: Mapping[str, Attention], caches: Mapping[str, KVCache]) -> None:
+    """Raise `StateError` when the layers have been bound to another cache since."""
+    name, layer = next(iter(layers.items()))
+    if layer.kv_cache is not caches[name]:
+        raise StateError(
+            "another runner was built for this module: its attention layers read that runner's KV cache now",
+            hint="give each runner that lives at the same time a module of its own; a deepcopy may share the parameters",
+        )
 
 
 def free_bytes(device: torch.device) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from rung.attention import AttentionBackend, AttentionSpec, KVCache, attention_layers
-from rung.context import ForwardContext, set_forward_context
 from rung.counters import Counters
 from rung.errors import ConfigError, StateError, StepFailedError
 from rung.graphs import Dispatch, StepTrace
-from rung.runner.batch import Batch, BatchBuilder, dummy_batch, dummy_query_lens
+from rung.runner.batch import Batch, BatchBuilder, advance_mirrors
 from rung.runner.block_table import BlockTable
 from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodeStep
@@ -24,10 +23,9 @@ from rung.runner.forward import EagerForward, Forward
 from rung.runner.grammar import GrammarMask
 from rung.runner.hooks import StepHooks
 from rung.runner.inputs import InputBuffers, InputBuilder
-from rung.runner.kv_cache import allocate_kv_caches, cache_dtype, num_kv_blocks
+from rung.runner.kv_cache import allocate_kv_caches, bind_layers, cache_dtype, check_bound, num_kv_blocks
 from rung.runner.kv_groups import kv_groups, windows_of
 from rung.runner.logits import logits_of
-from rung.runner.metadata import build_metadata
 from rung.runner.ops import StepOps, default_ops
 from rung.runner.output import EMPTY_OUTPUT, AsyncOutput, ModelRunnerOutput
 from rung.runner.plan import StepPlan
@@ -37,7 +35,8 @@ from rung.runner.sampler import Sampler, StepLogprobs
 from rung.runner.sampler.prompt_logprobs import PromptLogprobs
 from rung.runner.slots import RequestSlots
 from rung.runner.static_tensors import cache_tensors, tensors_of
-from rung.runner.step_trace import record_step
+from rung.runner.step_forward import StepForward
+from rung.runner.step_inputs import StepInputs
 from rung.runner.steps import ParkedStep, PreparedStep
 from rung.runner.transfer import HostToDevice
 
@@ -80,7 +79,7 @@ class ModelRunner:
         self.dtype = dtype or first.dtype
         self.cache_dtype = cache_dtype(config, self.dtype)
         self.counters = Counters() if counters is None else counters
-        self.forward = forward or EagerForward(module, self.counters)
+        forward = forward or EagerForward(module, self.counters)
         self.layers = attention_layers(module)
         if not self.layers:
             raise ConfigError("the module has no rung.attention.Attention layer", hint="a model runner serves attention models")
@@ -98,11 +97,11 @@ class ModelRunner:
             BlockTable(config.max_num_requests, config.max_blocks_per_request, config.max_num_tokens, config.block_size, transfer, ops)
             for _ in self.kv_groups
         )
-        self.buffers = InputBuffers.allocate(config.max_num_tokens, config.max_num_requests, self.device, self.forward.static_inputs())
+        self.buffers = InputBuffers.allocate(config.max_num_tokens, config.max_num_requests, self.device, forward.static_inputs())
         self.sampler = Sampler(self.slots, transfer, ops)
         self.compute_logits = logits_of(module, batch_invariant=config.batch_invariant)
         self.prompts = PromptLogprobs(self.compute_logits, self.slots, self.sampler)
-        self._inputs = InputBuilder(self.buffers, self.slots, transfer, ops)
+        self._inputs = builder = InputBuilder(self.buffers, self.slots, transfer, ops)
         self.decode = DecodeStep(
             self.compute_logits,
             self.slots,
@@ -113,15 +112,25 @@ class ModelRunner:
             config.steps_in_flight * config.replay_steps,
         )
         if self.device.type == "cuda" if config.decode_in_graph is None else config.decode_in_graph:
-            self.forward.bind_decode(self.decode)
+            forward.bind_decode(self.decode)
+        self._step = StepForward(
+            config,
+            forward,
+            self.compute_logits,
+            builder=builder,
+            inputs=StepInputs(builder, self.layers, self.kv_groups, self.block_tables, config.max_model_len),
+            decode=self.decode,
+            sampler=self.sampler,
+            prompts=self.prompts,
+            ops=ops,
+            trace=trace,
+        )
         self._batches = BatchBuilder(self.slots)
-        self._fitting: npt.NDArray[np.int64] | None = None  # slots of the last batch that a decode graph could sample
         self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows, vocab_size)
-        self.forward.watch(self.static_tensors)
+        forward.watch(self.static_tensors)
         self.hooks = StepHooks()
         self._parked: ParkedStep | None = None
         self._plan = StepPlan()  # of the parked step
-        self._trace = trace
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Replace the KV cache by one of `num_blocks` blocks (as `kv_groups.group_blocks` counts them). No request may run, and no graph
@@ -132,11 +141,20 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.kv_caches = allocate_kv_caches(self.layers, self.kv_groups, num_blocks, self.config, self.cache_dtype, self.device)
         self._group_blocks = [self.kv_caches[group.layers[0]].key.shape[0] for group in self.kv_groups]
-        self._bind_layers(self._backend)
+        bind_layers(self.layers, self.kv_caches, self._backend)
 
     @functools.cached_property
     def _copy_stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def forward(self) -> Forward:
+        """How forward passes run; it may be replaced between steps."""
+        return self._step.forward
+
+    @forward.setter
+    def forward(self, forward: Forward) -> None:
+        self._step.forward = forward
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -158,7 +176,7 @@ class ModelRunner:
                 "State error: sample_tokens() must be called after execute_model() returns None.",
                 hint="every execute_model that returns None is followed by one sample_tokens",
             )
-        self._check_bound()
+        check_bound(self.layers, self.kv_caches)
         changes = changes_slots(plan)
         repeated = None if changes else self._batches.repeated(plan)
         self._checker.check(plan, self._group_blocks, repeated)
@@ -172,7 +190,7 @@ class ModelRunner:
                 return EMPTY_OUTPUT
             self._plan = plan
             self.hooks.before_forward(plan)
-            self._parked = self._run(self._batches.build(plan, repeated), plan.num_steps, in_graph=not plan.has_bitmask)
+            self._parked = self._step.run(self._batches.build(plan, repeated), plan.num_steps, in_graph=not plan.has_bitmask)
         except Exception as error:
             raise _failed(error) from error
         return None
@@ -195,13 +213,13 @@ class ModelRunner:
 
     def _sample_steps(self, parked: ParkedStep, mask: GrammarMask | None) -> AsyncOutput:
         if parked.tokens is not None:
-            self._advance_mirrors(parked.batch, parked.num_steps)
+            advance_mirrors(self.slots, parked.batch, parked.num_steps)
             return self._end_step(AsyncOutput(parked.batch.request_ids, parked.tokens, None, self._copy_stream))
         prompt_logprobs = parked.prompt_logprobs
         steps = [self._sample(parked, mask)]
         for _ in range(parked.num_steps - 1):
             self._advance(parked.batch, *steps[-1][:2])
-            parked = self._run(self._batches.next(parked.batch), 1, in_graph=False)
+            parked = self._step.run(self._batches.next(parked.batch), 1, in_graph=False)
             steps.append(self._sample(parked, None))
         # The copy starts before the state is advanced, so that it does not wait for it.
         columns = list(zip(*steps, strict=True))[:2]
@@ -256,119 +274,22 @@ class ModelRunner:
         for index, table in enumerate(self.block_tables):
             yield from tensors_of(f"block table {index}", table)
 
-    @torch.no_grad()
+    def prepare(self, batch: Batch, dispatch: Dispatch | None = None) -> PreparedStep:
+        """Choose the mode of a batch and enqueue its inputs, block tables and slot mapping. A capture prepares a dummy batch with the
+        dispatch it wants."""
+        return self._step.prepare(batch, dispatch)
+
     def dummy_run(self, query_lens: npt.NDArray[np.int32], *, decode: bool = False, dispatch: Dispatch | None = None) -> torch.Tensor:
         """Run a batch that belongs to nobody on the road of a real step (profiling, warm-up); returns its logits [num_requests, vocab].
         Raises `StateError` between the two calls of a step, whose inputs it would overwrite."""
         if self._parked is not None:
             raise StateError("a dummy run came before sample_tokens()", hint="sample the parked step first")
-        return self._forward_logits(self.prepare(dummy_batch(query_lens, decode=decode), dispatch))
+        return self._step.dummy_run(query_lens, decode=decode, dispatch=dispatch)
 
-    @contextmanager
-    def dummy_context(self, dispatch: Dispatch) -> Iterator[None]:
+    def dummy_context(self, dispatch: Dispatch) -> AbstractContextManager[None]:
         """The forward context of a harmless batch in `dispatch`, for warm-up and capture. What a step may have prepared in the persistent
         buffers is put back at the end."""
-        decode = dispatch.num_requests is not None
-        if dispatch.num_requests is not None:
-            lens = np.full(dispatch.num_requests, dispatch.num_tokens // dispatch.num_requests, np.int32)
-        else:
-            lens = dummy_query_lens(dispatch.num_tokens, self.config.max_num_requests, self.config.max_model_len)
-        persistent = [
-            self.decode.state.step,
-            *self.buffers.tensors,
-            *(t for table in self.block_tables for t in (table.batch, table.slot_mapping)),
-        ]
-        with torch.no_grad():
-            saved = [tensor.clone() for tensor in persistent]
-            try:
-                with set_forward_context(self.prepare(dummy_batch(lens, decode=decode), dispatch).context):
-                    yield
-            finally:
-                for tensor, values in zip(persistent, saved, strict=True):
-                    tensor.copy_(values)
-                self._inputs.forget()  # what was uploaded last is not what the buffers hold now
-
-    @torch.no_grad()
-    def prepare(self, batch: Batch, dispatch: Dispatch | None = None) -> PreparedStep:
-        """Choose the mode of a batch and enqueue its inputs, block tables and slot mapping. A capture prepares a dummy batch with the
-        dispatch it wants."""
-        dispatch = dispatch or self.forward.dispatch(batch)
-        buffers = self.buffers
-        self._inputs.upload(batch)
-        self._inputs.build(dispatch.num_tokens, batch.has_prefill)
-        rows = dispatch.num_requests or batch.num_requests
-        may_pad = not self.forward.advances(dispatch)
-        metadata = {}
-        for kv_group, table in zip(self.kv_groups, self.block_tables, strict=True):
-            block_table = table.gather(buffers.idx_mapping, rows)
-            slot_mapping = table.map_slots(buffers.idx_mapping, buffers.query_start_loc, buffers.positions, dispatch.num_tokens)
-            group = build_metadata(batch, dispatch, buffers, block_table, slot_mapping, self.config.max_model_len, may_pad=may_pad)
-            metadata.update(dict.fromkeys(kv_group.layers, group))
-        context = ForwardContext(
-            attention_metadata=metadata,
-            attention_layers=self.layers,
-            mode=dispatch.mode,
-            descriptor=dispatch.descriptor,
-            num_actual_tokens=batch.num_tokens,
-        )
-        return PreparedStep(batch=batch, dispatch=dispatch, context=context)
-
-    def _run(self, batch: Batch, num_steps: int, *, in_graph: bool) -> ParkedStep:
-        """Enqueue forward and logits of a batch, and `num_steps` whole steps when a graph can sample it too."""
-        dispatch = self.forward.dispatch(batch)
-        if self._trace is not None:
-            for _ in range(num_steps):
-                record_step(self._trace, batch, dispatch)
-        if self.forward.advances(dispatch):
-            return self._replay(batch, dispatch, num_steps, in_graph and self._fits_graph(batch))
-        step = self.prepare(batch, dispatch)
-        hidden = self._forward_hidden(step)
-        return ParkedStep(
-            batch=batch,
-            dispatch=dispatch,
-            logits=self._logits(batch, hidden),
-            num_steps=num_steps,
-            context=step.context,
-            prompt_logprobs=self.prompts.collect(batch, hidden=hidden),
-        )
-
-    def _fits_graph(self, batch: Batch) -> bool:
-        """Whether a decode graph can sample the batch. What fits goes on to fit while the batch, and so its array, stays."""
-        if batch.idx_mapping is self._fitting:
-            return True
-        fits = self.sampler.fits_graph(batch.idx_mapping, batch.seq_lens)
-        self._fitting = batch.idx_mapping if fits else None
-        return fits
-
-    def _replay(self, batch: Batch, dispatch: Dispatch, num_steps: int, sampling: bool) -> ParkedStep:
-        """Steps whose inputs, and when `sampling` also tokens, the graph makes from the slots."""
-        self._inputs.upload_decodes(batch)
-        self.decode.begin(dispatch.num_tokens, sampling=sampling)
-        for _ in range(num_steps if sampling else 1):
-            logits = self.forward.advance(dispatch)
-            self.decode.count()
-        tokens = self.decode.tokens(num_steps, batch.num_requests) if sampling else None
-        return ParkedStep(
-            batch=batch,
-            dispatch=dispatch,
-            logits=logits[: batch.num_requests],
-            num_steps=num_steps,
-            tokens=tokens,
-            prompt_logprobs=() if sampling else self.prompts.collect(batch, logits=logits),
-        )
-
-    def _forward_logits(self, step: PreparedStep) -> torch.Tensor:
-        if self.forward.advances(step.dispatch):
-            return self._replay(step.batch, step.dispatch, 1, sampling=False).logits
-        return self._logits(step.batch, self._forward_hidden(step))
-
-    def _forward_hidden(self, step: PreparedStep) -> torch.Tensor:
-        rows = step.dispatch.num_tokens
-        return self.forward.run(step.dispatch, self.buffers.input_ids[:rows], self.buffers.positions[:rows], step.context)
-
-    def _logits(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        last_rows = self.ops.logits_indices(self.buffers.query_start_loc, batch.num_requests)
-        return self.compute_logits(hidden[last_rows])
+        return self._step.dummy_context(dispatch)
 
     def _sample(self, parked: ParkedStep, mask: GrammarMask | None) -> tuple[torch.Tensor, torch.Tensor, StepLogprobs | None]:
         """The sampled tokens of a batch, int64 [num_requests], or marks of failures; how many of each row count, int32 [num_requests]."""
@@ -382,27 +303,4 @@ class ModelRunner:
         tokens = sampled.clamp(min=0)  # a row that failed goes on with some token until the host has heard of it
         self.ops.advance(self.slots, self.buffers.idx_mapping, self.buffers.query_start_loc, tokens, num_sampled)
         self.sampler.penalties.count(self.buffers.idx_mapping[: batch.num_requests], tokens, num_sampled)
-        self._advance_mirrors(batch, 1)
-
-    def _advance_mirrors(self, batch: Batch, num_steps: int) -> None:
-        slots, rows = self.slots, batch.idx_mapping
-        slots.num_computed_tokens_np[rows] = batch.seq_lens + (num_steps - 1)
-        if batch.has_prefill:
-            slots.total_len_np[rows] += (batch.seq_lens >= slots.prefill_len_np[rows]) * np.int32(num_steps)
-        else:  # all known tokens are computed
-            slots.total_len_np[rows] = batch.seq_lens + num_steps
-
-    def _check_bound(self) -> None:
-        name, layer = next(iter(self.layers.items()))
-        if layer.kv_cache is not self.kv_caches[name]:
-            raise StateError(
-                "another runner was built for this module: its attention layers read that runner's KV cache now",
-                hint="give each runner that lives at the same time a module of its own; a deepcopy may share the parameters",
-            )
-
-    def _bind_layers(self, backend: Callable[[AttentionSpec], AttentionBackend]) -> None:
-        backends: dict[AttentionSpec, AttentionBackend] = {}
-        for name, layer in self.layers.items():
-            if layer.spec not in backends:
-                backends[layer.spec] = backend(layer.spec)
-            layer.bind(backends[layer.spec], self.kv_caches[name])
+        advance_mirrors(self.slots, batch, 1)

@@ -19,9 +19,9 @@ from tests.runner.tiny import VOCAB, PlainAttention, TinyModel
 
 def test_trace_agrees_with_the_counters(tmp_path: Path) -> None:
     engine, runner, forward = make(ConfiguredMode.FULL_AND_PIECEWISE, top=8)
-    runner._trace = StepTrace(tmp_path / "steps.jsonl", TraceHeader())
+    runner._step.trace = trace = StepTrace(tmp_path / "steps.jsonl", TraceHeader())
     engine.generate([list(range(16)), [1, 2, 3], [4]], SamplingParams(max_tokens=5))
-    runner._trace.flush()
+    trace.flush()
     counted: Counter[str] = Counter()
     (run,) = read_trace(tmp_path / "steps.jsonl")
     for step in run.steps:

@@ -1,0 +1,74 @@
+"""From a batch to everything that its forward pass reads, enqueued, and to the forward context that says where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from rung.attention import Attention
+from rung.context import ForwardContext
+from rung.graphs import Dispatch
+from rung.runner.batch import Batch
+from rung.runner.block_table import BlockTable
+from rung.runner.inputs import InputBuilder
+from rung.runner.kv_groups import KVGroup
+from rung.runner.metadata import build_metadata
+from rung.runner.steps import PreparedStep
+
+
+class StepInputs:
+    """Fills the input buffers of `builder`, and gathers block tables and slot mapping, one of each for a group of `groups`. The runner owns
+    them all, and what they hold counts until the next step."""
+
+    def __init__(
+        self,
+        builder: InputBuilder,
+        layers: Mapping[str, Attention],
+        groups: Sequence[KVGroup],
+        tables: Sequence[BlockTable],
+        max_model_len: int,
+    ) -> None:
+        self._builder = builder
+        self._layers = layers
+        self._groups = groups
+        self._tables = tables
+        self._max_model_len = max_model_len
+
+    def prepare(self, batch: Batch, dispatch: Dispatch, *, may_pad: bool) -> PreparedStep:
+        """Enqueue inputs, block tables and slot mapping. `may_pad` False: the graph gives every row to a request."""
+        buffers = self._builder.buffers
+        self._builder.upload(batch)
+        self._builder.build(dispatch.num_tokens, batch.has_prefill)
+        rows = dispatch.num_requests or batch.num_requests
+        metadata = {}
+        for kv_group, table in zip(self._groups, self._tables, strict=True):
+            block_table = table.gather(buffers.idx_mapping, rows)
+            slot_mapping = table.map_slots(buffers.idx_mapping, buffers.query_start_loc, buffers.positions, dispatch.num_tokens)
+            group = build_metadata(batch, dispatch, buffers, block_table, slot_mapping, self._max_model_len, may_pad=may_pad)
+            metadata.update(dict.fromkeys(kv_group.layers, group))
+        context = ForwardContext(
+            attention_metadata=metadata,
+            attention_layers=self._layers,
+            mode=dispatch.mode,
+            descriptor=dispatch.descriptor,
+            num_actual_tokens=batch.num_tokens,
+        )
+        return PreparedStep(batch=batch, dispatch=dispatch, context=context)
+
+    @contextmanager
+    def kept(self, *more: torch.Tensor) -> Iterator[None]:
+        """What a step may have prepared in the persistent buffers, and in `more`, is put back at the end."""
+        persistent = [
+            *more,
+            *self._builder.buffers.tensors,
+            *(t for table in self._tables for t in (table.batch, table.slot_mapping)),
+        ]
+        saved = [tensor.clone() for tensor in persistent]
+        try:
+            yield
+        finally:
+            for tensor, values in zip(persistent, saved, strict=True):
+                tensor.copy_(values)
+            self._builder.forget()  # what was uploaded last is not what the buffers hold now

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from rung.counters import Count, Counters
 from rung.errors import RequestError
 from rung.runner.config import RunnerConfig
+from rung.runner.draft import Draft, Progress, StepInFlight
 from rung.runner.grammar.base import GrammarMatcher
 from rung.runner.kv_blocks import KVBlocks
 from rung.runner.output import ModelRunnerOutput
@@ -16,46 +16,6 @@ from rung.runner.plan import CachedRequest, NewRequest, StepPlan
 from rung.runner.request import FinishReason, Request, RequestStatus
 
 _FINISHED = RequestStatus.FINISHED
-
-
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
-    requests: list[Request]
-    sampling: dict[str, Request]  # those that get tokens
-    filled: list[tuple[Request, int, int]]  # those that may fill blocks, the end of their computed tokens, and their preemptions by then
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    budget: int
-    new: list[NewRequest] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)  # tokens of each
-    only_decodes: bool = True  # each adds one token, and samples
-    preempted: set[str] = field(default_factory=set)
-
-    def take(self, request: Request, count: int) -> None:
-        """A request that starts."""
-        self.requests.append(request)
-        self.counts.append(count)
-        self.budget -= count
-        self.only_decodes = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Decodes:
-    """Requests that all decode, in a plan's order: while they go on, plans and steps share these."""
-
-    requests: list[Request]
-    scheduled: dict[str, int]
-    by_id: dict[str, Request]
-
-    @classmethod
-    def of(cls, requests: list[Request]) -> _Decodes:
-        by_id = {request.request_id: request for request in requests}
-        return cls(requests, dict.fromkeys(by_id, 1), by_id)
 
 
 class Scheduler:
@@ -76,10 +36,10 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._left: set[str] = set()  # finished since the last plan, their slots still held by the runner
-        self._decodes = _Decodes.of([])
+        self._progress = Progress(config.block_size)
         self._num_grammars = 0  # unfinished requests with a grammar
         # Each step whose tokens have not come back; a preempted request may have re-entered since, so ids would not do.
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `RequestError` when its id is in use."""
@@ -100,7 +60,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next plan; it may have no tokens. Computed tokens are counted as of this plan."""
-        draft = _Draft(self.config.max_num_tokens)
+        draft = Draft(self.config.max_num_tokens)
         self._schedule_running(draft)
         if not draft.preempted:
             self._schedule_waiting(draft)
@@ -114,7 +74,7 @@ class Scheduler:
             )
             for request_id, block_ids, nulls in self.blocks.take_changes()
         )
-        scheduled, step = self._advance(draft, num_steps)
+        scheduled, step = self._progress.advance(draft, num_steps)
         finished, self._left = frozenset(self._left), set()
         plan = StepPlan(
             new_requests=tuple(draft.new),
@@ -179,7 +139,7 @@ class Scheduler:
         """Empty the prefix cache, after weights were replaced. Requests that run go on with the keys and values they have."""
         self.blocks.forget_prefixes()
 
-    def _schedule_running(self, draft: _Draft) -> None:
+    def _schedule_running(self, draft: Draft) -> None:
         chunk, size, budget, running = self.config.prefill_chunk, self.config.block_size, draft.budget, self.running
         take, note = draft.requests.append, draft.counts.append  # the loop runs once for each request and step
         for request in running:
@@ -199,7 +159,7 @@ class Scheduler:
             budget -= count
         draft.budget = budget
 
-    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, draft: Draft) -> bool:
         """Blocks for a running request; others are preempted for it from the end, at last it itself."""
         while not self.blocks.grow(request, num_tokens):
             last = self.running.pop()
@@ -208,7 +168,7 @@ class Scheduler:
                 return False
         return True
 
-    def _schedule_waiting(self, draft: _Draft) -> None:
+    def _schedule_waiting(self, draft: Draft) -> None:
         while self.waiting and draft.budget > 0 and len(self.running) < self.config.max_num_requests:
             request = self.waiting[0]
             if request.num_in_flight:
@@ -238,7 +198,7 @@ class Scheduler:
             )
             draft.take(request, count)
 
-    def _more_steps(self, draft: _Draft) -> int:
+    def _more_steps(self, draft: Draft) -> int:
         """How often the plan may be repeated on the device: nobody waits, every request decodes, none ends by its length on the way."""
         limit = self.config.replay_steps
         requests = draft.requests
@@ -255,39 +215,7 @@ class Scheduler:
             self.blocks.grow(request, request.num_computed_tokens + num_steps)
         return num_steps
 
-    def _advance(self, draft: _Draft, num_steps: int) -> tuple[dict[str, int], _StepInFlight]:
-        """Count the plan's tokens as computed; returns them by request, and the step."""
-        if draft.only_decodes:
-            return self._advance_decodes(draft.requests, num_steps)
-        requests, size = draft.requests, self.config.block_size
-        sampling, filled = [], []
-        for request, count in zip(requests, draft.counts, strict=True):
-            end = request.num_computed_tokens + count
-            if end == request.num_tokens:
-                request.num_in_flight += 1
-                request.num_tokens += 1
-                sampling.append(request)
-            request.num_computed_tokens = end
-            if count > 1 or not end % size:
-                filled.append((request, end, request.num_preemptions))
-        scheduled = {request.request_id: count for request, count in zip(requests, draft.counts, strict=True)}
-        return scheduled, _StepInFlight(requests, {request.request_id: request for request in sampling}, filled)
-
-    def _advance_decodes(self, requests: list[Request], num_steps: int) -> tuple[dict[str, int], _StepInFlight]:
-        """`_advance` where every request decodes: only these are repeated, and only these come in hundreds."""
-        size, filled = self.config.block_size, []
-        for request in requests:
-            request.num_computed_tokens = end = request.num_tokens + num_steps - 1
-            request.num_tokens = end + 1
-            request.num_in_flight += num_steps
-            if num_steps > 1 or not end % size:
-                filled.append((request, end, request.num_preemptions))
-        if requests != self._decodes.requests:
-            self._decodes = _Decodes.of(requests)
-        decodes = self._decodes
-        return decodes.scheduled, _StepInFlight(decodes.requests, decodes.by_id, filled)
-
-    def _keep_blocks(self, step: _StepInFlight) -> None:
+    def _keep_blocks(self, step: StepInFlight) -> None:
         """The step has succeeded: requests may start behind what it computed. Its requests may have ended, or lost their blocks, since."""
         for request, end, preemptions in step.filled:
             failed = request.finish_reason is FinishReason.ERROR
@@ -296,7 +224,7 @@ class Scheduler:
                 known = len(request.prompt_token_ids) + len(request.output_token_ids)
                 self.blocks.computed(request, min(end, known - 1))
 
-    def _preempt(self, request: Request, draft: _Draft) -> None:
+    def _preempt(self, request: Request, draft: Draft) -> None:
         draft.preempted.add(request.request_id)
         self.blocks.free(request)
         request.num_preemptions += 1

@@ -11,6 +11,7 @@ import pytest
 from rung.counters import Count
 from rung.graphs import ConfiguredMode
 from rung.runner import FinishReason, ModelRunnerOutput, NewRequest, Request, RunnerConfig, SamplingParams, Scheduler, StepPlan
+from rung.runner.draft import Draft
 from tests.runner.test_graph_forward import VOCAB, make
 from tests.runner.test_scheduler import answer
 from tests.runner.tiny import TinyModel, make_engine
@@ -132,17 +133,11 @@ def test_a_late_step_of_a_preempted_request_vouches_for_no_block_of_its_next_lif
     scheduler = scheduler_of(num_blocks=17, long_prefill_chunk=8)
     scheduler.add(request("a", range(20)))
     first = scheduler.schedule()
-    scheduler._preempt(scheduler.running.pop(), _draft())
+    scheduler._preempt(scheduler.running.pop(), Draft(0))
     again = scheduler.schedule()
     assert again.num_scheduled_tokens == {"a": 8}
     scheduler.update(ModelRunnerOutput(request_ids=tuple(first.num_scheduled_tokens), sampled_token_ids=((),)))
     assert enters(scheduler, range(9)).num_computed_tokens == 0
-
-
-def _draft() -> Any:
-    from rung.runner.scheduler import _Draft
-
-    return _Draft(0)
 
 
 def test_a_replay_past_the_end_keeps_only_what_it_computed() -> None:

@@ -17,121 +17,22 @@ import multiprocessing
 import os
 import statistics
 import time
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from bench.linear_cases import Case, cases, drawn, image_of, in_use
 from rung import torch_compat
 from rung.launch.specialise import OPTIONS, specialise
 from rung.models.random import SHAPES
 from rung.passes.kernels import launches
 from rung.passes.kernels.launches import Surroundings, Tiles
-from rung.passes.kernels.tiles import Dtypes, tiles_for
 
 BYTES_A_US = 4.2e6
-SHARED_LIMIT = 225 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One product of a layer; `n` counts outputs, of which an activation needs two."""
-
-    name: str
-    n: int
-    k: int
-    norm: bool = False
-    activation: str = ""
-    residual: bool = False
-    fp8: bool = False
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.weight_rows * self.k * (1 if self.fp8 else 2)
-
-    @property
-    def weight_rows(self) -> int:
-        return self.n * (2 if self.activation else 1)
-
-    @property
-    def splittable(self) -> bool:
-        return self.name in ("o bare", "down bare")
-
-    @property
-    def sets(self) -> int:
-        return max(3, min(256, 200_000_000 // self.weight_bytes))
-
-    def variants(self, rows: int) -> list[Case]:
-        """One row has norm and residual in its product, more have them in a kernel of their own behind it."""
-        bare = Case(self.name + " bare", self.n, self.k, activation=self.activation, fp8=self.fp8)
-        return [self] if rows == 1 or not (self.norm or self.residual) else [bare]
-
-
-def cases(target: str, fp8: bool = False) -> list[Case]:
-    shape = SHAPES[target]
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    found = [
-        Case("qkv", shape.query_size + 2 * shape.kv_size, hidden, norm=True, fp8=fp8),
-        Case("o", hidden, shape.query_size, residual=True, fp8=fp8),
-        Case("gate_up", inner, hidden, norm=True, activation="silu", fp8=fp8),
-        Case("down", hidden, inner, residual=True, fp8=fp8),
-    ]
-    return found if fp8 else [*found, Case("head", shape.vocab_size, hidden)]  # a head stays as it is
-
-
-def candidates(case: Case, rows: int) -> Iterator[Tiles]:
-    """Tiles worth a try, each with several amounts of prefetching."""
-    for tiles in _vectors(case) if rows == 1 else _tiles(case, rows):
-        for prefetch in (-1, 0, 256, 1024, 4096):
-            if prefetch <= case.k // tiles.splits:
-                yield replace(tiles, prefetch=prefetch)
-
-
-def _vectors(case: Case) -> Iterator[Tiles]:
-    for block_n, block_k, warps in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048, 4096), (2, 4, 8)):
-        per_thread = block_n * block_k // (32 * warps)
-        if 16 <= per_thread <= (128 if case.fp8 else 64) // (2 if case.activation else 1) and block_k < 2 * case.k:
-            for stages in (1,) if block_k >= case.k else (1, 3):
-                yield Tiles(block_m=1, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
-
-
-def _tiles(case: Case, rows: int) -> Iterator[Tiles]:
-    small = case.k < 4096 and case.n < 4096
-    block_ms = [16] if rows <= 16 else [32] if rows <= 32 else [64] if rows <= 64 else [64, 128]
-    if small and rows > 16:
-        block_ms = [16, 32, 64]
-    splits = (1, 2, 3, 4, 8) if case.splittable else (1,)
-    for block_m, block_n, block_k in itertools.product(block_ms, (16, 32, 64, 128), (64, 128, 256)):
-        for warps, stages, shares in itertools.product((1, 2, 4, 8), (2, 3, 4, 6), splits):
-            for swap in (False, True) if block_n >= 64 and warps == 4 and block_m <= 64 else (False,):
-                tiles = Tiles(
-                    block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages, splits=shares, swap=swap
-                )
-                if _is_sensible(case, rows, tiles, small):
-                    yield tiles
-
-
-def _is_sensible(case: Case, rows: int, tiles: Tiles, small: bool) -> bool:
-    """Fits, and has enough bytes on their way to fill the memory's pipe (Little's law), or enough programs where all is in the L2 cache."""
-    doubled = 2 if case.activation else 1
-    staged = (tiles.block_m + doubled * tiles.block_n) * tiles.block_k * (1 if case.fp8 else 2) * tiles.num_stages
-    programs = -(-case.n // tiles.block_n) * -(-rows // tiles.block_m) * tiles.splits
-    area, steps = tiles.block_m * tiles.block_n, -(-case.k // (tiles.block_k * tiles.splits))
-    if staged > SHARED_LIMIT or area * doubled > 4096 * tiles.num_warps or steps < min(tiles.num_stages, 2):
-        return False
-    if tiles.num_warps > max(1, area // 256) or (tiles.num_warps == 8 and area < 8192) or (tiles.block_m >= 64 and tiles.num_warps < 4):
-        return False
-    if tiles.block_m >= 64 and tiles.block_k > (256 if case.fp8 else 128):
-        return False
-    if small:
-        return 30 <= programs <= 700 and tiles.block_n <= 64 and tiles.num_stages in (3, 4) and staged >= 16 * 1024
-    resident = min(programs / 132, SHARED_LIMIT // staged)
-    in_flight = resident * staged * (tiles.num_stages - 1) / tiles.num_stages
-    return in_flight >= 30 * 1024 and programs >= 90 and (tiles.splits == 1 or programs <= 600)
 
 
 def tensors(case: Case, rows: int, device: str, sets: int) -> tuple[torch.Tensor, list[torch.Tensor], Surroundings]:
@@ -153,22 +54,6 @@ def tensors(case: Case, rows: int, device: str, sets: int) -> tuple[torch.Tensor
         activation=case.activation,
     )
     return x, weights, around
-
-
-def image_of(case: Case, rows: int, tiles: Tiles) -> tuple[Any, ...]:
-    """Equal for launches of one kernel image."""
-    even = case.n % tiles.block_n == 0, case.k % (tiles.block_k * tiles.splits) == 0
-    return case.norm, case.activation, case.residual, case.fp8, even, tiles
-
-
-def in_use(case: Case, rows: int) -> list[Tiles]:
-    tiles = tiles_for(rows, case.n, case.k, activation=case.activation, splittable=case.splittable, fp8=Dtypes(case.fp8, case.fp8))
-    return [] if tiles is None else [tiles]
-
-
-def drawn(case: Case, rows: int, limit: int) -> list[Tiles]:
-    """At most `limit` of the candidates, by chance, and the same ones for cases that share kernels."""
-    return sorted(candidates(case, rows), key=lambda tiles: zlib.crc32(repr(image_of(case, rows, tiles)).encode()))[:limit]
 
 
 def compile_one(job: tuple[Case, int, Tiles]) -> str | None:

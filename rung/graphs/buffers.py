@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -108,3 +109,14 @@ class StaticBuffer:
         for dim, size in enumerate(inner):  # dims before `dim` are cut to their inner part, so every element is filled once
             if size < target.shape[dim]:
                 target[(*(slice(0, s) for s in inner[:dim]), slice(size, None))].fill_(value)
+
+
+@contextmanager
+def kept(buffers: Sequence[StaticBuffer]) -> Iterator[None]:
+    """What the buffers hold is put back at the end."""
+    saved = [buffer.storage.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, values in zip(buffers, saved, strict=True):
+            buffer.storage.copy_(values)

@@ -106,6 +106,16 @@ class Capturing:
             raise failures[0]
         return report
 
+    def program(self, descriptor: Descriptor) -> ReplayProgram:
+        """The program of a descriptor that was just captured. Raises `CaptureError` when the budget has trimmed it."""
+        if descriptor in self.account.trimmed:
+            raise CaptureError(
+                f"the graph of ({descriptor}) does not fit the memory budget",
+                hint="raise the budget, or dispatch again: `manager.failed` holds the descriptor now",
+                size=descriptor.num_tokens,
+            )
+        return self.programs[descriptor]
+
     def free(self) -> None:
         """Free all graphs and the pool."""
         if self.programs:

@@ -13,13 +13,14 @@ import torch
 from rung import torch_compat
 from rung.compile.bound import BoundPlan, call_step, profiled_step
 from rung.counters import Count, Counters
-from rung.errors import CaptureError, StateError
+from rung.errors import StateError
 from rung.graphs.backends.base import GraphBackend
-from rung.graphs.buffers import StaticBuffer
+from rung.graphs.buffers import StaticBuffer, kept
 from rung.graphs.capture_report import CaptureReport
 from rung.graphs.capturing import Capturing, Order
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dispatch import Dispatch
+from rung.graphs.follower import AddressFollower
 from rung.graphs.guard import Addresses, AddressGuard
 from rung.graphs.memory import MemoryModel, MemoryReport
 from rung.graphs.memory_budget import MemoryBudget
@@ -66,9 +67,7 @@ class GraphManager:
         self.dim = dim
         self.counters = counters if counters is not None else Counters()
         self.generation = 0  # steps run so far; outputs of an older one are stale
-        self.without_graphs = False  # addresses changed under the policy "none": steps run the plan until graphs are captured again
         self._guard = AddressGuard(addresses, self.inputs) if addresses is not None else None
-        self._rebind_due = False  # addresses were forgotten, so the plan may be bound to what is no longer there
         self._home = HomeProcess()
         self._order = backend.new_order()
         self._ranges = ranges
@@ -77,16 +76,20 @@ class GraphManager:
             backend,
             plan_of or (lambda descriptor: plan),
             self.views,
-            self._know_addresses,
+            lambda: self._follower.know(),
             generators=generators,
             counters=self.counters,
             budget=budget,
             ranges=ranges,
             watch_all=watch_all,
         )
+        self._follower = AddressFollower(self._guard, self._captures, self.counters, self._free)
         self._programs = self._captures.programs
         self._wanted = self._captures.wanted
-        self.failed = self._captures.failed  # descriptors that will have no graph: failed or trimmed; a Dispatcher may share this set
+        self.budget_bytes = None if budget is None else budget.limit_bytes
+        self.generators = self._captures.generators
+        self.trimmed: Set[Descriptor] = self._captures.account.trimmed  # without a graph because of the budget, and in `failed` too
+        self.failed = self._captures.failed  # descriptors that will have no graph: failed or trimmed; a Dispatcher may share both sets
 
     # --- capture ---
 
@@ -127,7 +130,7 @@ class GraphManager:
     ) -> CaptureReport:
         self._home.enter()
         self.follow_addresses()
-        self.without_graphs = False
+        self._follower.without_graphs = False
         self.generation += 1  # captures overwrite what replays left in the pool
         missing = [d for d in descriptors if d not in self._programs]  # asked after `follow_addresses`, which may free some
         with self._order.step():
@@ -147,20 +150,20 @@ class GraphManager:
             if self._guard is None:
                 return self._run(dispatch)
             if self._guard.suspect or self._guard.addresses.before_replay:
-                self._follow(self._guard.sweep(everything=True))
+                self._follower.follow(self._guard.sweep(everything=True))
             outputs = self._run(dispatch)
             moved = self._guard.sweep()
             if not moved:
                 return outputs
-            self._follow(moved, after=dispatch.descriptor)
+            self._follower.follow(moved, after=dispatch.descriptor)
             return self._run(dispatch)  # the outputs of stale addresses are dropped
 
     def _run(self, dispatch: Dispatch) -> Outputs:
         descriptor = dispatch.descriptor
-        if self.without_graphs and descriptor.mode is not GraphMode.NONE:
+        if self._follower.without_graphs and descriptor.mode is not GraphMode.NONE:
             dispatch = replace(dispatch, descriptor=replace(descriptor, mode=GraphMode.NONE), reason=Reason.ADDRESS_CHANGED)
         if dispatch.descriptor.mode is GraphMode.NONE:
-            self._know_addresses()
+            self._follower.know()
             self.count_step(dispatch)
             plain = profiled_step if torch_compat.profiling() else call_step
             runner = plain if self._ranges is None else self._ranges.step
@@ -202,18 +205,9 @@ class GraphManager:
         return self._captures.pool_bytes
 
     @property
-    def generators(self) -> tuple[torch.Generator, ...]:
-        return self._captures.generators
-
-    @property
-    def trimmed(self) -> Set[Descriptor]:
-        """Descriptors without a graph because of the budget; they stand in `failed` too. A Dispatcher may share this set."""
-        return self._captures.account.trimmed
-
-    @property
-    def budget_bytes(self) -> int | None:
-        budget = self._captures.account.budget
-        return None if budget is None else budget.limit_bytes
+    def without_graphs(self) -> bool:
+        """Addresses changed under the policy "none": steps run the plan until graphs are captured again."""
+        return self._follower.without_graphs
 
     @property
     def memory_model(self) -> MemoryModel | None:
@@ -248,14 +242,12 @@ class GraphManager:
         may have to run without graphs."""
         if self._guard is not None and self._guard.suspect:
             with self._lock:
-                self._follow(self._guard.sweep(everything=True))
+                self._follower.follow(self._guard.sweep(everything=True))
 
     def follow_addresses(self) -> bool:
         """Like `weights_changed`, but "recapture" leaves each graph to its next step. True when something had moved."""
         with self._lock:
-            moved = self._guard.moved() if self._guard is not None else []
-            self._follow(moved)
-            return bool(moved)
+            return self._follower.follow_all()
 
     def poison(self, generator: torch.Generator | None = None) -> None:
         """Fill all static buffers and all memory of the pool with what must not matter. For tests: call it before writing inputs."""
@@ -286,9 +278,8 @@ class GraphManager:
     def recapture(self) -> CaptureReport:
         """Free the graphs, make the plan read what lies there now, and capture the same list again."""
         with self._lock:
-            if self._guard is not None:
-                self._guard.refuse_layouts(self._guard.moved())
-                self.forget_addresses()
+            self._follower.refuse_layouts()
+            self._follower.forget()
             self.suspend()
             return self.resume()
 
@@ -296,66 +287,25 @@ class GraphManager:
         """Free all graphs and the pool, and forget what was captured; the manager can capture again afterwards."""
         with self._lock:
             self._free()
-            self.forget_addresses()
+            self._follower.forget()
             self._wanted.forget()
-            self.without_graphs = False
-
-    def forget_addresses(self) -> None:
-        """Let the next step or capture take what lies there now for right; the plan is bound to it then."""
-        if self._guard is not None:
-            self._rebind_due |= not self._guard.knows_nothing
-            self._guard.forget()
+            self._follower.without_graphs = False
 
     # --- inside ---
-
-    def _follow(self, moved: Sequence[str], *, after: Descriptor | None = None) -> None:
-        """Follow the address policy: raises, or makes the plan read what lies there now and frees the graphs that do not. `after`: a step
-        of that descriptor has run already."""
-        if not moved:
-            return
-        assert self._guard is not None
-        addresses = self._guard.addresses
-        self._guard.refuse(moved, repeatable=after is None or addresses.is_repeatable(after))
-        self.counters.add(Count.ADDRESS_CHANGES)
-        if addresses.rebind is not None:
-            addresses.rebind()
-        captured = self.captured
-        self._free()
-        self._guard.forget()
-        self._guard.snapshot()
-        self.without_graphs = addresses.on_change == "none"
-        if not self.without_graphs:
-            self._wanted.at_next_step(captured)
 
     def _free(self) -> None:
         self.generation += 1
         self._captures.free()
 
-    def _know_addresses(self) -> None:
-        """Bind the plan to what lies there now and take note of it, unless that is known."""
-        if self._guard is not None and self._guard.knows_nothing:
-            if self._rebind_due and self._guard.addresses.rebind is not None:
-                self._guard.addresses.rebind()
-            self._rebind_due = False
-            self._guard.snapshot()
-
     def _capture_now(self, descriptor: Descriptor) -> ReplayProgram:
         """Capture a lazily planned descriptor. The step's inputs lie in the buffers already and are put back afterwards."""
         self._wanted.check_lazy(descriptor)
-        saved = [buffer.view(buffer.capacity).clone() for buffer in self._buffers()]
-        try:
-            self._capture([descriptor], model=self.memory_model)
-        finally:
-            self._wanted.captured(descriptor)
-            for buffer, values in zip(self._buffers(), saved, strict=True):
-                buffer.view(buffer.capacity).copy_(values)
-        if descriptor in self.trimmed:
-            raise CaptureError(
-                f"the graph of ({descriptor}) does not fit the memory budget",
-                hint="raise the budget, or dispatch again: `manager.failed` holds the descriptor now",
-                size=descriptor.num_tokens,
-            )
-        return self._programs[descriptor]
+        with kept(self._buffers()):
+            try:
+                self._capture([descriptor], model=self.memory_model)
+            finally:
+                self._wanted.captured(descriptor)
+        return self._captures.program(descriptor)
 
     def prepare(self, descriptor: Descriptor) -> AbstractContextManager[Any]:
         """What `capture` was given for `descriptor`, entered."""

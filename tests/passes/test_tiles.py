@@ -35,7 +35,7 @@ def test_without_programmatic_launches_nothing_is_fetched_ahead() -> None:
     assert tiles.prefetch == -1
 
 
-@pytest.mark.parametrize("maximum", [1, 20, 2048])
+@pytest.mark.parametrize("maximum", [1, 20, 209, 256, 2048])
 @pytest.mark.parametrize("splittable", [False, True])
 @pytest.mark.parametrize("fp8", DTYPES, ids=str)
 def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool, fp8: Dtypes) -> None:
@@ -45,7 +45,7 @@ def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool, f
     for n, k, activation in SHAPES:
         named = {"activation": activation, "splittable": splittable, "fp8": fp8}
         taken = {tiles_for(rows, n, k, **named) for rows in cases}
-        assert {tiles_for(rows, n, k, **named) for rows in range(1, maximum + 1)} - {None} == taken - {None}
+        assert {tiles_for(rows, n, k, **named) for rows in range(1, maximum + 1)} == taken  # None, which is cuBLAS, among them
 
 
 def test_a_long_product_of_few_outputs_is_left_to_cublas_unless_its_k_is_shared() -> None:

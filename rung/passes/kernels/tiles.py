@@ -103,8 +103,12 @@ def tiles_for(
 
 
 def row_cases(maximum: int) -> tuple[int, ...]:
-    """Numbers of rows up to `maximum` that, for a product of any size, together take all the kernels that any number up to it can take."""
-    ends = {most for table in (_SMALL, _LARGE, _HEAD, _LARGE_FP8) for _, most, tiles in table if tiles is not None}
+    """Numbers of rows up to `maximum` that, for a product of any size, together take all the kernels that any number up to it can take;
+    where cuBLAS computes it too, behind which an activation is a kernel of its own."""
+    entries = [(most, tiles) for table in (_SMALL, _LARGE, _HEAD, _LARGE_FP8) for _, most, tiles in table]
+    ends = {most for most, tiles in entries if tiles is not None}
+    if maximum <= max(ends):
+        ends |= {most for most, tiles in entries if tiles is None}  # beyond, `maximum` itself is computed by cuBLAS
     return tuple(sorted({end for end in ends if end < maximum} | {maximum}))
 
 

@@ -80,6 +80,8 @@ class Artifact:
                 raise ValueError("another version")
             program = None if found["program"] is None else Program.from_json(found["program"])
             reason = None if found["reason"] is None else StockReason(found["reason"])
+            if "ordinal" not in found and reason is StockReason.DEVICES:
+                raise ValueError("it is for some GPU, and does not say for which")
             return Artifact(**{**found, "program": program, "reason": reason})
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ArtifactError(f"a stored piece is no artifact of version {VERSION}: {error}", hint="it is built again") from error

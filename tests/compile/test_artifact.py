@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -164,3 +165,17 @@ def test_a_program_serves_every_gpu(blobs: Blobs, monkeypatch: pytest.MonkeyPatc
     for name in ("cuda:0", "cuda:1"):
         assert artifact.serves(torch.device(name))
         assert bind(artifact, blobs, name, driver=driver_for(IMAGE))[1] is None
+
+
+def test_an_older_artifact_for_another_gpu_than_the_first_is_built_again(blobs: Blobs) -> None:
+    """They did not say which GPU Inductor's form was for; a program served all, and what named no GPU does."""
+
+    def older(artifact: Artifact) -> bytes:
+        data = json.loads(artifact.to_bytes())
+        del data["ordinal"]
+        return json.dumps(data).encode()
+
+    assert Artifact.from_bytes(older(on_gpu(blobs))) == on_gpu(blobs)
+    assert Artifact.from_bytes(older(Artifact(stock="a", text="b", reason=StockReason.NAME))).serves(torch.device("cpu"))
+    with pytest.raises(ArtifactError, match="does not say for which"):
+        Artifact.from_bytes(older(Artifact(stock="a", text="b", reason=StockReason.DEVICES, detail="it names device 1")))

@@ -147,12 +147,28 @@ def test_parts_of_a_split_product_are_scaled() -> None:
     torch.testing.assert_close(parts.sum(0), x @ dequantised(weight, scale).T, atol=1e-4, rtol=1e-4)
 
 
+def test_a_scale_that_was_expanded_is_read_once_for_each_output() -> None:
+    """The kernels walk along scales as if each had memory of its own."""
+    x, x_scale = wanted_of(torch.randn(3, 256) * 0.1, "token")
+    weights = [weight_of(n, 256, squares=False)[0] for n in (64, 64, 64)]
+    one = torch.stack((torch.tensor(0.5), torch.tensor(float("nan"))))[:1].expand(64)
+    wanted = [0.5 * (x.double() * x_scale) @ weight.double().T for weight in weights]
+    apart = Surroundings(x_scale=x_scale, weight_scale=one, up=weights[1], up_scale=one, activation="silu")
+    found = [
+        product(x, weights[0], Surroundings(x_scale=x_scale, weight_scale=one), TILES),
+        product(x, weights[0], apart, TILES),
+        *sibling_products(x, weights, [None] * 3, TILES, x_scale, [one] * 3),
+    ]
+    for part, expected in zip(found, (wanted[0], BODIES["silu"](torch.cat(wanted[:2], 1)), *wanted), strict=True):
+        assert (part.double() - expected).norm() <= 1.5e-2 * expected.norm()
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3])
-@pytest.mark.parametrize("static", [False, True])
-def test_sum_norm_and_quantisation_of_few_rows(monkeypatch: pytest.MonkeyPatch, rows: int, static: bool) -> None:
+@pytest.mark.parametrize("static", [False, True, "1 x 1"])
+def test_sum_norm_and_quantisation_of_few_rows(monkeypatch: pytest.MonkeyPatch, rows: int, static: bool | str) -> None:
     monkeypatch.setattr(fp8_product, "tiles_for", lambda *args, splittable, **named: VECTOR if rows < 2 else SPLIT)
     x, x_scale = wanted_of(torch.randn(rows, 64), "token")
-    x_scale = torch.full((1,), 0.01) if static else x_scale
+    x_scale = torch.full((1, 1) if static == "1 x 1" else (1,), 0.01) if static else x_scale
     bias, residual, norm_weight = torch.randn(32), torch.randn(rows, 32), torch.rand(32)
     args = x, x_scale, *weight_of(32, 64, squares=False), bias, residual, norm_weight, 1e-5, STATIC if static else None
     values, scales, hidden = fp8_norm.linear_norm(*args)

@@ -14,6 +14,7 @@ from rung.launch import KernelImage, TritonLauncher, rehearse_launches, why_no_n
 from rung.launch.cuda_source import CudaKernel, export_cuda
 from rung.launch.specialise import Specialisation
 from rung.passes.kernels import wide
+from rung.passes.kernels.support import rows_of
 from rung.passes.kernels.tiles import BF16, Dtypes, tiles_for
 from rung.passes.kernels.wide import why_not_wide, wide_product
 from rung.passes.kernels.wide_kernel import wide_product_kernel
@@ -46,6 +47,21 @@ def test_what_it_takes(dtype: torch.dtype) -> None:
     assert why_not_wide(x, weight, torch.empty(32)) == "it adds no bias"
     assert why_not_wide(torch.empty(200, 65, dtype=dtype)[:, :64], weight, None) == "rows are not aligned to 16 bytes"
     assert why_not_wide(x, torch.empty(24, 64, dtype=dtype), None) == "rows are not aligned to 16 bytes"  # of the output
+    assert why_not_wide(torch.empty(200 * 64 + 1, dtype=dtype)[1:].view(200, 64), weight, None) == "rows are not aligned to 16 bytes"
+    assert why_not_wide(x, torch.empty(32 * 64 + 1, dtype=dtype)[1:].view(32, 64), None) == "rows are not aligned to 16 bytes"
+    assert why_not_wide(torch.empty(1, 64, dtype=dtype).expand(200, 64), weight, None) == "rows overlap"
+    assert why_not_wide(torch.empty(4096, dtype=dtype).as_strided((100, 64), (32, 1)), weight, None) == "rows overlap"
+
+
+def test_e4m3_rows_are_copied_where_nothing_takes_them_as_they_lie() -> None:
+    """The copy engine wants them aligned and apart, as cuBLAS does; rows of bf16 go to kernels that do without."""
+    plain = torch.empty(8, 64, dtype=E4M3)
+    odd = torch.empty(8, 72, dtype=E4M3)[:, 3:67], torch.empty(8, 65, dtype=E4M3)[:, :64], torch.empty(1, 64, dtype=E4M3).expand(8, 64)
+    assert rows_of(plain) is plain
+    assert rows_of(padded := torch.empty(8, 80, dtype=E4M3)[:, 16:]) is padded
+    for rows in odd:
+        assert rows_of(rows).is_contiguous()
+    assert rows_of(bf16 := torch.empty(8, 65, dtype=torch.bfloat16)[:, :64]) is bf16
 
 
 def test_without_prebound_launches_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,8 @@ def linear_norm(
     out_scale: Scale,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x, residual, programmatic = rows_of(x), rows_of(residual), is_programmatic(x)
-    given = Weight(weight, weight_scale, x_scale.reshape(1) if x_scale.dim() == 1 else None, bias)
-    rows = Quantised(x, x_scale) if given.input_scale is None else given_rows(x, given, splittable=True)
+    given = Weight(weight, weight_scale, x_scale.reshape(1) if x_scale.numel() == 1 else None, bias)
+    rows = Quantised(x, x_scale.contiguous()) if given.input_scale is None else given_rows(x, given, splittable=True)
     if x.shape[0] == 1:
         hidden = product_of_rows(rows, given, 0, "", residual=residual)
         assert isinstance(hidden, torch.Tensor)

@@ -114,7 +114,7 @@ def describe_product(weight: torch.Tensor, weight_scale: torch.Tensor, bias: Sca
 def _scaled(x: Quantised, weight: Weight) -> torch.Tensor:
     if x.values.shape[0] == 0:
         return torch.empty((0, weight.values.shape[0]), dtype=torch.bfloat16, device=x.values.device)
-    return scaled_mm(*x, weight.values, weight.scale, weight.bias, torch.bfloat16)
+    return scaled_mm(*x, weight.values, weight.scale.contiguous(), weight.bias, torch.bfloat16)
 
 
 def _dtypes(weight_scale: torch.Tensor) -> Dtypes:

@@ -58,10 +58,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     the sums of each share of k, float32 [splits, rows, n], and nothing around."""
     rows, k = x.shape
     n = weight.shape[0] // (2 if around.activation and around.up is None else 1)
+    scale, up_scale = (None if scale is None else scale.contiguous() for scale in (around.weight_scale, around.up_scale))
     if tiles.wide and rows:
         assert around.up is None, "the wide kernel takes both halves of a weight together"
         return wide_product(
-            x, weight, around.activation, around.x_scale, around.weight_scale,
+            x, weight, around.activation, around.x_scale, scale,
             blocks=tiles.wide, block_n=tiles.block_n, stages=tiles.num_stages, programmatic=tiles.prefetch >= 0,
         )  # fmt: skip
     if tiles.splits > 1:
@@ -71,7 +72,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
         out = torch.empty((rows, n), dtype=x.dtype if around.x_scale is None else wide, device=x.device)
     if rows == 0:
         return out
-    bias, residual, norm_weight, scale = around.bias, around.residual, around.norm_weight, around.weight_scale
+    bias, residual, norm_weight = around.bias, around.residual, around.norm_weight
     named = {
         "APART": around.up is not None,
         "ACTIVATION": around.activation,
@@ -89,11 +90,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     columns = -(-n // tiles.block_n)
     added, biased, scales = (x if other is None else other for other in (residual, bias, scale))
     scale_stride, x_scale = scales.stride(0), around.x_scale
-    up, up_scale = weight if around.up is None else around.up, scales if around.up_scale is None else around.up_scale
+    up, up_scales = weight if around.up is None else around.up, scales if up_scale is None else up_scale
     if tiles.block_m == 1:
         VECTOR.run(
             (columns, 1, 1),
-            x, x if x_scale is None else x_scale, weight, up, scales, up_scale, biased, added,
+            x, x if x_scale is None else x_scale, weight, up, scales, up_scales, biased, added,
             x if norm_weight is None else norm_weight, out, n, k, around.epsilon, weight.stride(0), scale_stride,
             X_SCALED=x_scale is not None, NORM=norm_weight is not None, STAGES=tiles.num_stages, **named,
         )  # fmt: skip
@@ -101,7 +102,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     blocks = -(-rows // tiles.block_m)
     PRODUCT.run(
         (columns * blocks, tiles.splits, 1),
-        x, x if x_scale is None else x_scale, weight, up, scales, up_scale, biased, added, out, rows, n, k, blocks,
+        x, x if x_scale is None else x_scale, weight, up, scales, up_scales, biased, added, out, rows, n, k, blocks,
         x.stride(0), *((0, 0) if x_scale is None else x_scale.stride()),
         weight.stride(0), scale_stride, 0 if residual is None else residual.stride(0),
         X_SCALED=x_scale is not None, SPLITS=tiles.splits, SWAP=tiles.swap, BLOCK_M=tiles.block_m, num_stages=tiles.num_stages, **named,
@@ -127,7 +128,7 @@ def sibling_products(
         return outs
     added = [x if bias is None else bias for bias in biases]
     sizes = [weight.shape[0] for weight in weights]
-    scaled = x, x if x_scale is None else x_scale, *weights, *(scales or (x, x, x))
+    scaled = x, x if x_scale is None else x_scale, *weights, *((scale.contiguous() for scale in scales) if scales else (x, x, x))
     named = {
         "SCALED": x_scale is not None,
         "BIAS": biases[0] is not None,

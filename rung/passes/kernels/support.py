@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rung.launch.tensor_map import ALIGNMENT
 from rung.torch_compat import triton_interpreted
 
 _TUNED = (9, 0)
@@ -38,6 +39,8 @@ def why_not_fp8(x: torch.Tensor, weights: Sequence[torch.Tensor], *others: torch
     for other in others:
         if other is not None and other.dtype != torch.bfloat16:
             return f"a tensor is of dtype {other.dtype}, not torch.bfloat16"
+        if other is not None and other.dim() == 1 and other.stride(0) != 1:
+            return "a vector is not contiguous"
     for weight in weights:
         if weight.dtype != torch.float8_e4m3fn:
             return f"a weight is of dtype {weight.dtype}, not torch.float8_e4m3fn"
@@ -66,8 +69,17 @@ def runs_triton(x: torch.Tensor) -> bool:
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x [rows, k] with the elements of a row side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x [rows, k] with the elements of a row side by side; rows of one byte an element also aligned and apart, as all that multiplies e4m3
+    wants them."""
+    if x.stride(-1) != 1 or (x.element_size() == 1 and not (is_aligned(x) and x.stride(0) >= x.shape[1])):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def is_aligned(matrix: torch.Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes, as storages do. Reads no size of the matrix."""
+    elements = ALIGNMENT // matrix.element_size()
+    return matrix.stride(0) % elements == 0 and matrix.storage_offset() % elements == 0
 
 
 def is_programmatic(x: torch.Tensor) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rung.launch import TritonLauncher, why_no_nvrtc
-from rung.launch.tensor_map import ALIGNMENT, tensor_map
+from rung.launch.tensor_map import tensor_map
+from rung.passes.kernels.support import is_aligned
 
 WIDE = TritonLauncher("rung.passes.kernels.wide_kernel", "wide_product_kernel")
 BLOCK_ROWS = 128
@@ -18,8 +19,10 @@ def why_not_wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     """The reason against the kernel, or None. Reads nothing of the size of dimension 0 of x."""
     if bias is not None:
         return "it adds no bias"
-    if any(tensor.stride(0) * tensor.element_size() % ALIGNMENT for tensor in (x, weight)) or weight.shape[0] % 16:
+    if not (is_aligned(x) and is_aligned(weight)) or weight.shape[0] % 16:
         return "rows are not aligned to 16 bytes"
+    if x.stride(0) < x.shape[1]:
+        return "rows overlap"
     if WIDE.road != "prebound":
         return f"launches go through {WIDE.road}"
     return why_no_nvrtc()

@@ -4,16 +4,18 @@ it takes a `@triton.jit` function."""
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from rung.errors import KernelExportError
+from rung.launch.driver import why_no_cuda_bindings
 from rung.launch.image import KernelImage, Parameter
 from rung.launch.specialise import Specialisation
 from rung.torch_compat import TritonParameter
+
+_CANNOT = "a kernel in CUDA C++ cannot be compiled: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +36,14 @@ class CudaKernel:
         return arguments + tuple(TritonParameter(name, constexpr=True, by_value=False, by_alignment=False) for name in self.constants)
 
 
+@functools.cache
 def why_no_nvrtc() -> str | None:
-    """The reason why no CUDA C++ can be compiled here, or None. Loads nothing."""
+    """The reason why no CUDA C++ can be compiled here, or None. Loads the library, which cuda-bindings are installed without: a few ms."""
     try:
-        found = importlib.util.find_spec("cuda.bindings.nvrtc")
-    except ModuleNotFoundError:
-        found = None
-    return None if found else "cuda-bindings is not installed"
+        _nvrtc()[1](_nvrtc()[0].nvrtcVersion)
+    except KernelExportError as error:
+        return error.message.removeprefix(_CANNOT)
+    return None
 
 
 def export_cuda(kernel: CudaKernel, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> KernelImage:
@@ -81,15 +84,16 @@ def _log(nvrtc: ModuleType, call: Callable[..., Any], program: Any) -> str:
 @functools.cache
 def _nvrtc() -> tuple[ModuleType, Callable[..., Any]]:
     """(the bindings, a call that raises for an error and returns the one value)."""
-    if (reason := why_no_nvrtc()) is not None:
-        raise KernelExportError(f"a kernel in CUDA C++ cannot be compiled: {reason}", hint="pip install cuda-bindings")
+    if (reason := why_no_cuda_bindings()) is not None:
+        raise KernelExportError(f"{_CANNOT}{reason}", hint="pip install cuda-bindings")
     from cuda.bindings import nvrtc
 
     def call(function: Callable[..., Any], *arguments: object) -> Any:
         try:
             code, *values = function(*arguments)
         except RuntimeError as error:  # the library itself is not there
-            raise KernelExportError(f"a kernel in CUDA C++ cannot be compiled: {error}", hint="pip install nvidia-cuda-nvrtc") from error
+            reason = (str(error).splitlines() or [""])[0]
+            raise KernelExportError(f"{_CANNOT}NVRTC cannot be loaded: {reason}", hint="pip install nvidia-cuda-nvrtc") from error
         if code:
             raise KernelExportError(f"{function.__name__} failed: {code.name}", hint="it needs the NVRTC of CUDA 12 or newer")
         return values[0] if values else None

@@ -55,6 +55,20 @@ def test_three_with_biases() -> None:
     same(graph, function, tensors)
 
 
+def test_three_of_one_of_three() -> None:
+    """What the first join puts in place of a product is what the second reads."""
+
+    def function(x: torch.Tensor, e: torch.Tensor, f: torch.Tensor, g: torch.Tensor) -> Any:
+        first, second, third = x @ e.T, x @ f.T, x @ g.T
+        return second @ e.T, second @ f.T, second @ g.T, first, third
+
+    tensors = {"x": X, **{name: torch.randn(8, 8) for name in "efg"}}
+    graph = traced(function, **tensors)
+    assert run(graph, Siblings(takes_all))["linear_three"] == 2
+    graph.graph.lint()
+    same(graph, function, tensors)
+
+
 def _two(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> Any:
     return x @ a.T, x @ b.T, c, d
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,10 +14,10 @@ import torch
 
 from rung.cache import Store
 from rung.errors import BackendUnavailableError, KernelExportError
-from rung.launch import KernelImage, TritonLauncher, rehearse_launches, why_no_nvrtc
-from rung.launch.cuda_source import CudaKernel, export_cuda
+from rung.launch import KernelImage, TritonLauncher, cuda_source, rehearse_launches, why_no_nvrtc
+from rung.launch.cuda_source import CudaKernel, _nvrtc, export_cuda
 from rung.launch.specialise import Specialisation
-from rung.passes.kernels import wide
+from rung.passes.kernels import projections, wide
 from rung.passes.kernels.support import rows_of
 from rung.passes.kernels.tiles import BF16, Dtypes, tiles_for
 from rung.passes.kernels.wide import why_not_wide, wide_product
@@ -108,6 +112,52 @@ def test_its_tiles_fill_two_rounds_of_the_8b_shape() -> None:
     assert tiles is not None
     rounds = 2 * 14336 / tiles.block_n / 132
     assert 0.96 < rounds / 2 <= 1
+
+
+def test_a_report_says_why_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(wide.WIDE.__dict__, "road", "prebound")
+    args = torch.empty(1, 4096, device="meta"), torch.empty(28672, 4096, dtype=torch.bfloat16, device="meta"), None, "silu"
+    monkeypatch.setattr(wide, "why_no_nvrtc", lambda: "NVRTC cannot be loaded: it is not there")
+    assert projections.describe_linear(*args) == "28672x4096 silu to 64 rows, not to 256: NVRTC cannot be loaded: it is not there"
+    assert projections.describe_product(*args) == "28672x4096 silu, not to 256: NVRTC cannot be loaded: it is not there"
+    assert projections.describe_linear(*args[:3], "") == "28672x4096 to 64 rows"  # the wide kernel is not for it
+    monkeypatch.setattr(wide, "why_no_nvrtc", lambda: None)
+    assert projections.describe_linear(*args) == "28672x4096 silu to 256 rows"
+    assert projections.describe_product(*args) == "28672x4096 silu"
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """cuda-bindings are there, and the library that they would load is not."""
+
+    def version() -> tuple[int, ...]:
+        raise RuntimeError('Failure finding "libnvrtc.so"\nand where it was looked for')
+
+    bindings = ModuleType("cuda.bindings")
+    nvrtc = types.SimpleNamespace(nvrtcVersion=version, nvrtcCreateProgram=lambda *_: version())
+    setattr(bindings, "nvrtc", nvrtc)  # noqa: B010 - a module without such an attribute
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setattr(cuda_source, "why_no_cuda_bindings", lambda: None)
+    for cached in (why_no_nvrtc, _nvrtc):
+        cached.cache_clear()
+    yield
+    for cached in (why_no_nvrtc, _nvrtc):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("without_library")
+def test_bindings_without_their_library_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(wide.WIDE.__dict__, "road", "prebound")
+    reason = 'NVRTC cannot be loaded: Failure finding "libnvrtc.so"'
+    assert why_no_nvrtc() == reason
+    x, weight = torch.empty(128, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16, device="meta")
+    assert why_not_wide(x, weight, None) == reason
+    with rehearse_launches(90) as rehearsal:
+        assert projections.linear(x.to("meta"), weight, None, "silu").shape == (128, 14336)
+    assert [launcher.name for launcher, _, _ in rehearsal.wanted.values()] == ["activate_kernel"]  # behind cuBLAS
+    with pytest.raises(KernelExportError, match="libnvrtc"):
+        export_cuda(wide_product_kernel, specialisation(), {"num_warps": 9, "num_ctas": 1, "launch_pdl": True}, 90)
 
 
 @needs_nvrtc

@@ -61,15 +61,15 @@ class Siblings:
                 groups.setdefault(product.x, []).append(product)
             elif is_scaled_product(node):
                 scaled.setdefault((node.args[0], node.args[1]), []).append(node)
-        for x, products in groups.items():
+        for products in groups.values():
             if len(products) == 3:
                 weights, biases = zip(*(product.weight for product in products), strict=True)
-                args = (x, *weights, *biases)
+                args = (products[0].x, *weights, *biases)  # not what it was above: joining what lies before has put others in its place
                 _note(report, LINEAR_THREE, self._three(graph, LINEAR_THREE, args, biases, [product.node for product in products]))
-        for rows, nodes in scaled.items():
+        for nodes in scaled.values():
             if len(nodes) == 3 and len({node.args[5] for node in nodes}) == 1:
                 biases = tuple(node.args[4] for node in nodes)
-                args = (*rows, *(part for node in nodes for part in node.args[2:4]), *biases, nodes[0].args[5])
+                args = (*nodes[0].args[:2], *(part for node in nodes for part in node.args[2:4]), *biases, nodes[0].args[5])
                 _note(report, FP8_LINEAR_THREE, self._three(graph, FP8_LINEAR_THREE, args, biases, nodes))
         return report
 

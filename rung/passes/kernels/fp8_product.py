@@ -15,7 +15,7 @@ from rung.passes.kernels import launches
 from rung.passes.kernels.fp8_launches import Quantised, quantise
 from rung.passes.kernels.launches import Surroundings, Tiles
 from rung.passes.kernels.support import is_programmatic
-from rung.passes.kernels.tiles import Dtypes, most_rows, tiles_for
+from rung.passes.kernels.tiles import Dtypes, say_rows, tiles_for
 from rung.passes.kernels.wide import why_not_wide
 from rung.torch_compat import scaled_mm
 
@@ -106,9 +106,8 @@ def product_tiles(rows: int, weight: Weight, activation: str, *, splittable: boo
 def describe_product(weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, activation: str, *, splittable: bool = False) -> str:
     """How many rows our kernels take for a weight, and who takes more."""
     n, k = weight.shape
-    wide = why_not_wide(weight, weight, bias) is None
-    most = most_rows(n // (2 if activation else 1), k, activation=activation, splittable=splittable, fp8=_dtypes(weight_scale), wide=wide)
-    return f"{n}x{k} e4m3{' ' + activation if activation else ''} to {most} rows, then {_many(weight, weight_scale)}"
+    said = say_rows(weight, bias, activation=activation, splittable=splittable, fp8=_dtypes(weight_scale))
+    return f"{n}x{k} e4m3{' ' + activation if activation else ''} {said}, then {_many(weight, weight_scale)}"
 
 
 def _scaled(x: Quantised, weight: Weight) -> torch.Tensor:

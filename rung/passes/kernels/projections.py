@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from rung.passes.kernels import launches
 from rung.passes.kernels.launches import Surroundings
 from rung.passes.kernels.support import is_programmatic, rows_of, why_not_triton
-from rung.passes.kernels.tiles import most_rows, tiles_for
+from rung.passes.kernels.tiles import most_rows, say_rows, tiles_for, why_fewer_rows
 from rung.passes.kernels.wide import why_not_wide
 
 
@@ -43,8 +43,9 @@ def describe_linear(*args: Any) -> str:
 
 def describe_product(*args: Any) -> str:
     """The size of a product, where the provider says the rest."""
-    _, weight, _, activation, *_ = args
-    return f"{weight.shape[0]}x{weight.shape[1]}{' ' + activation if activation else ''}"
+    _, weight, bias, activation, *_ = args
+    why = why_fewer_rows(weight, bias, activation=activation)
+    return f"{weight.shape[0]}x{weight.shape[1]}{' ' + activation if activation else ''}{why}"
 
 
 def describe_norm_linear(*args: Any) -> str:
@@ -62,9 +63,8 @@ def describe_linear_norm_linear(*args: Any) -> str:
 def describe(weight: torch.Tensor, bias: torch.Tensor | None, activation: str, *, splittable: bool = False) -> str:
     """How many rows our kernels take for a weight; cuBLAS takes more."""
     rows, k = weight.shape
-    wide = why_not_wide(weight, weight, bias) is None
-    most = most_rows(rows // (2 if activation else 1), k, activation=activation, splittable=splittable, wide=wide)
-    return f"{rows}x{k}{' ' + activation if activation else ''} to {most} rows"
+    said = say_rows(weight, bias, activation=activation, splittable=splittable)
+    return f"{rows}x{k}{' ' + activation if activation else ''} {said}"
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, invariant: bool = False) -> torch.Tensor:

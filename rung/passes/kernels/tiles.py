@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from rung.passes.kernels.launches import Tiles
+from rung.passes.kernels.wide import why_not_wide
 
 _SMALL_BYTES = 8 * 2**20
 _MANY_COLUMNS = 32768  # a head over the vocabulary
@@ -115,6 +118,27 @@ def row_cases(maximum: int) -> tuple[int, ...]:
 def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16, wide: bool = True) -> int:
     """The largest number of rows that has tiles; `wide`: those of the wide kernel too."""
     return max(most for most, tiles in _fitting(n, k, activation, splittable, fp8) if tiles is not None and (wide or not tiles.wide))
+
+
+def say_rows(weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16) -> str:
+    """How many rows our kernels take for a weight."""
+    n, k = weight.shape
+    wide = why_not_wide(weight, weight, bias) is None
+    most = most_rows(n // (2 if activation else 1), k, activation=activation, splittable=splittable, fp8=fp8, wide=wide)
+    return f"to {most} rows{why_fewer_rows(weight, bias, activation=activation, splittable=splittable, fp8=fp8)}"
+
+
+def why_fewer_rows(
+    weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16
+) -> str:
+    """Where the wide kernel would take more rows, why it does not; else nothing."""
+    reason = why_not_wide(weight, weight, bias)
+    n, k = weight.shape
+    most, few = (
+        most_rows(n // (2 if activation else 1), k, activation=activation, splittable=splittable, fp8=fp8, wide=wide)
+        for wide in (True, False)
+    )
+    return f", not to {most}: {reason}" if reason is not None and most > few else ""
 
 
 def _for_fp8(tiles: Tiles) -> Tiles:

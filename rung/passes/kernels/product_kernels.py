@@ -165,7 +165,7 @@ def product_kernel(
     out [SPLITS, rows, n], and nothing stands around it. Grid: (blocks of n * blocks of rows, SPLITS)."""
     block = tl.program_id(0)
     _product_tile(
-        x, x_scale, weight, up if APART else weight + n.to(tl.int64) * weight_stride,
+        x, x_scale, weight, up if APART else weight + tl.cast(n, tl.int64) * weight_stride,
         weight_scale, up_scale if APART else weight_scale + n, bias, residual, out, rows, n, k,
         block % m_blocks, block // m_blocks, x_stride, x_scale_row, x_scale_stride, weight_stride, scale_stride, residual_stride,
         X_SCALED, ACTIVATION, BIAS, RESIDUAL, SPLITS, SCALED, EVEN_N, EVEN_K, SWAP, PREFETCH, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -246,7 +246,7 @@ def vector_kernel(
 
     The norm needs no pass of its own: x * norm_weight goes into the product, and 1 / rms scales the sum. Grid: (blocks of n)."""
     _vector_tile(
-        x, x_scale, weight, up if APART else weight + n.to(tl.int64) * weight_stride,
+        x, x_scale, weight, up if APART else weight + tl.cast(n, tl.int64) * weight_stride,
         weight_scale, up_scale if APART else weight_scale + n, bias, residual, norm_weight, out, n, k, tl.program_id(0), epsilon,
         weight_stride, scale_stride,
         X_SCALED, NORM, ACTIVATION, BIAS, RESIDUAL, SCALED, PREFETCH, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K, STAGES,

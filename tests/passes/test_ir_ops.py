@@ -88,6 +88,23 @@ def test_the_provider_is_chosen_by_the_number_of_rows_and_the_report_says_where(
     assert op.describe(torch.zeros(1, 1)) == "vector to 1, tiles to 4, library beyond: 64x32"
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_where_a_gradient_is_wanted_kernels_leave_it_to_the_body(gradients: bool) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x * 5.0 if gradients else torch.full_like(x, 5.0)  # as a kernel does, which records nothing
+
+    provider = Provider("kernel", lambda x: None, run, lambda x: "", gradients=gradients)
+    op = define_ir_op(f"test_gradient_{gradients}(Tensor x) -> Tensor", lambda x: x * 3.0, (provider,))
+    x = torch.ones(2, requires_grad=True)
+    op.overload(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == ([5.0, 5.0] if gradients else [3.0, 3.0])
+    for plain in (x.detach(), torch.ones(2)):
+        assert op.overload(plain).tolist() == [5.0, 5.0]
+    with torch.no_grad():
+        assert op.overload(x).tolist() == [5.0, 5.0]
+
+
 def test_a_product_has_a_provider_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rung.passes.kernels.support._why_not_device", lambda device: None)
     x, weight = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(6144, 4096, dtype=torch.bfloat16)

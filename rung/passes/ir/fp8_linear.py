@@ -193,6 +193,7 @@ FP8_LINEAR = define_ir_op(
             invariant.why_not_fp8_linear,
             partial(invariant.fp8_linear, scaled_rows, dequantised),
             invariant.describe_fp8,
+            gradients=True,
         ),
         Provider("scaled_mm", fp8.why_not_linear, fp8.linear, fp8.describe_linear),
     ),

@@ -91,7 +91,13 @@ LINEAR = define_ir_op(
     "linear(Tensor x, Tensor weight, Tensor? bias, str activation, bool invariant=False) -> Tensor",
     linear_body,
     (
-        Provider("batch_invariant", invariant.why_not_linear, partial(invariant.linear, linear_body), projections.describe_product),
+        Provider(
+            "batch_invariant",
+            invariant.why_not_linear,
+            partial(invariant.linear, linear_body),
+            projections.describe_product,
+            gradients=True,
+        ),
         Provider("gemv", projections.why_not_linear, projections.linear, projections.describe_product, lambda *args: 1),
         Provider("triton", projections.why_not_linear, projections.linear, projections.describe_product, projections.most_rows_linear),
         Provider("cublas", projections.why_not_linear, projections.cublas, projections.describe_product),

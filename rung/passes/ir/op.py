@@ -13,6 +13,7 @@ import torch
 
 from rung import torch_compat
 from rung.launch import current_rehearsal
+from rung.passes.kernels.support import wants_gradient
 
 _library = torch.library.Library("rung", "FRAGMENT")
 
@@ -24,13 +25,15 @@ class Provider:
     `why_not(*args)` is the reason against it for such arguments, or None; it reads devices, dtypes, strides and static sizes, never the
     number of rows, so that one answer holds for every size that a trace serves. `most_rows(*args)` is the largest number of rows of the
     first argument that it is for, None for any: of the providers that take the arguments, the first that is for so many rows runs. That is
-    decided at each call, and a captured graph keeps what was decided for its size. `describe(*args)` says what `run` will do."""
+    decided at each call, and a captured graph keeps what was decided for its size. `describe(*args)` says what `run` will do. Where a
+    gradient is wanted only those with `gradients` are asked: kernels record nothing for it."""
 
     name: str
     why_not: Callable[..., str | None]
     run: Callable[..., Any]
     describe: Callable[..., str]
     most_rows: Callable[..., int | None] | None = None
+    gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +109,10 @@ def define_ir_op(
     """Register `rung::<schema>` with `body` as its meaning. `shapes` says what the body would return, where running it on tensors without
     memory is too slow."""
     name = schema.partition("(")[0]
+    with_gradients = tuple(provider for provider in providers if provider.gradients)
 
     def call(*args: Any) -> Any:
-        provider = _choose(providers, args)
+        provider = _choose(with_gradients if wants_gradient(args) else providers, args)
         return (body if provider is None else provider.run)(*args)
 
     def fake(*args: Any) -> Any:
@@ -117,5 +121,6 @@ def define_ir_op(
 
     _library.define(schema)
     _library.impl(name, call if providers else body, "CompositeExplicitAutograd")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # what the body calls records gradients
     torch.library.register_fake(f"rung::{name}", fake, lib=_library)
     return IROp(name, body, getattr(torch.ops.rung, name).default, providers, tolerance or {}, sample)

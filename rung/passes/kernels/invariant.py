@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from rung.passes.kernels import launches
 from rung.passes.kernels.launches import Surroundings, Tiles
-from rung.passes.kernels.support import rows_of, runs_triton
+from rung.passes.kernels.support import rows_of, runs_triton, wants_gradient
 
 Scale = torch.Tensor | None
 Body = Callable[..., torch.Tensor]
@@ -38,7 +38,7 @@ def why_not_linear(x: torch.Tensor, weight: torch.Tensor, bias: Scale, activatio
 
 def linear(body: Body, x: torch.Tensor, weight: torch.Tensor, bias: Scale, activation: str, invariant: bool = True) -> torch.Tensor:
     """`linear` of the IR ops, whose meaning `body` is."""
-    if runs_triton(x):
+    if runs_triton(x) and not wants_gradient((x, weight, bias)):
         return launches.product(rows_of(x), weight, Surroundings(bias=bias, activation=activation), tiles(x.dtype))
     return _row_by_row(x, lambda row: body(row, weight, bias, activation))
 
@@ -69,7 +69,7 @@ def fp8_linear(
     """`fp8_linear` of the IR ops; `scaled(x, x_scale)` and `dequantised(weight, weight_scale)` are its operands in float32. On a device
     e4m3 activations are scaled first, and multiplied in `dtype`."""
     rows = scaled(x, x_scale).flatten(0, -2)
-    if runs_triton(x):
+    if runs_triton(x) and not wants_gradient((x, x_scale, bias)):
         around = Surroundings(bias=bias, weight_scale=weight_scale)
         result = launches.product(rows.to(dtype), weight, around, tiles(dtype))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -66,6 +66,11 @@ def _why_not_device(device: torch.device) -> str | None:
 def runs_triton(x: torch.Tensor) -> bool:
     """Whether Triton kernels run over x: on a device, or in Triton's interpreter."""
     return importlib.util.find_spec("triton") is not None and (x.device.type == "cuda" or triton_interpreted())
+
+
+def wants_gradient(args: Iterable[object]) -> bool:
+    """Whether a gradient is to come back to one of the arguments."""
+    return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

@@ -133,11 +133,11 @@ class PieceCompiler:
             if manifest is None:
                 return None
             blobs = {digest: self.store.get_blob(digest) for digest in manifest.blobs}
+            found = StoredPiece(manifest.blobs[0], blobs, manifest.data["bound"])
+            if not found.artifact.serves(self._device):
+                return None
         except ArtifactError as error:
             warnings.warn(f"a stored piece could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
-            return None
-        found = StoredPiece(manifest.blobs[0], blobs, manifest.data["bound"])
-        if not found.artifact.serves(self._device):
             return None
         report.passes.append(manifest.data["passes"])
         report.add_piece(manifest.seconds["compile"], hit=True)

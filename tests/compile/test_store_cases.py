@@ -18,10 +18,14 @@ import torch
 from torch import nn
 
 import rung
-from rung.cache import Store, use_store
+from rung.cache import Manifest, Store, key_of, use_store
 from rung.cache.disk import PART, Disk
 from rung.compile import stored_plans
-from rung.counters import Count
+from rung.compile.piece_compiler import PieceCompiler
+from rung.compile.report import CompileReport
+from rung.compile.sizes import SizeRange
+from rung.config import CompileConfig
+from rung.counters import Count, Counters
 from rung.errors import CacheMissError
 from tests.compile.cases import Net, assert_same
 
@@ -183,3 +187,17 @@ def test_eight_processes_with_other_ranks_compile_once(rung_cache_dir: Path, tmp
     assert all(output == outputs[0] for output in outputs)
     assert len(set(keys)) == 1
     assert not [path for path in rung_cache_dir.rglob("*") if PART in path.name]
+
+
+def test_a_piece_of_another_format_is_a_miss_and_not_an_error(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    pieces = PieceCompiler(CompileConfig(), store, Counters())
+    code = pieces.factors(torch.device("cpu"))
+    factors = {"piece": "p", "sizes": [1, 8], **code.values(code_only=True)}
+    digest = store.put_blob(b'{"version": 99}')
+    manifest = Manifest(
+        kind="pieces", key=key_of(factors), title="p", factors=factors, seconds={"compile": 1.0}, blobs=(digest,), data={"bound": None}
+    )
+    store.put(manifest)
+    with pytest.warns(RuntimeWarning, match="is no artifact of version 1"):
+        assert pieces.stored("p", code, SizeRange(1, 8), CompileReport(title="p")) is None

@@ -121,11 +121,17 @@ def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False,
 
 
 def say_rows(weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16) -> str:
-    """How many rows our kernels take for a weight."""
+    """How many rows our kernels take for a weight, as "to 128 and 209 to 256 rows"."""
     n, k = weight.shape
     wide = why_not_wide(weight, weight, bias) is None
-    most = most_rows(n // (2 if activation else 1), k, activation=activation, splittable=splittable, fp8=fp8, wide=wide)
-    return f"to {most} rows{why_fewer_rows(weight, bias, activation=activation, splittable=splittable, fp8=fp8)}"
+    spans: list[tuple[int, int]] = []
+    after = 0
+    for most, tiles in _fitting(n // (2 if activation else 1), k, activation, splittable, fp8):
+        if tiles is not None and (wide or not tiles.wide):
+            spans = [*spans[:-1], (spans[-1][0], most)] if spans and spans[-1][1] == after else [*spans, (after + 1, most)]
+        after = most
+    said = " and ".join(f"to {last}" if first == 1 else f"{first} to {last}" for first, last in spans)
+    return f"{said} rows{why_fewer_rows(weight, bias, activation=activation, splittable=splittable, fp8=fp8)}"
 
 
 def why_fewer_rows(

@@ -40,7 +40,8 @@ class CudaKernel:
 def why_no_nvrtc() -> str | None:
     """The reason why no CUDA C++ can be compiled here, or None. Loads the library, which cuda-bindings are installed without: a few ms."""
     try:
-        _nvrtc()[1](_nvrtc()[0].nvrtcVersion)
+        nvrtc, call = _nvrtc()
+        call(nvrtc.nvrtcVersion)
     except KernelExportError as error:
         return error.message.removeprefix(_CANNOT)
     return None
@@ -67,10 +68,9 @@ def _compile(name: str, source: str, capability: int) -> bytes:
         (code,) = nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture=sm_{capability}a".encode()])
         if code:
             raise KernelExportError(f"{name} does not compile: {_log(nvrtc, call, program)}", hint="it needs the NVRTC of CUDA 12 or newer")
-        cubin = bytearray(call(nvrtc.nvrtcGetCUBINSize, program))
-        written = bytes(cubin)
-        call(nvrtc.nvrtcGetCUBIN, program, written)
-        return written
+        cubin = bytes(call(nvrtc.nvrtcGetCUBINSize, program))
+        call(nvrtc.nvrtcGetCUBIN, program, cubin)  # writes into it
+        return cubin
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -12,7 +12,7 @@ from rung.launch.image import KernelImage, Parameter, Scratch
 from rung.launch.kernel import LoadedKernel, PreboundKernel, torch_scratch
 from rung.launch.piece_runtime import PieceRuntime, run_source
 from rung.launch.program import Program, ProgramConfig, ProgramKernel
-from rung.launch.rehearsal import Built, Rehearsal, capability_of, current_rehearsal, rehearse_launches
+from rung.launch.rehearsal import Built, Rehearsal, capability_of, current_rehearsal, multiprocessors, rehearse_launches
 from rung.launch.triton_export import export_triton
 from rung.launch.triton_launcher import TritonLauncher, launch_road, watched_launches
 
@@ -40,6 +40,7 @@ __all__ = [
     "current_rehearsal",
     "export_triton",
     "launch_road",
+    "multiprocessors",
     "rehearse_launches",
     "run_source",
     "torch_scratch",

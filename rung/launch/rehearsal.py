@@ -6,6 +6,7 @@ they would lie is taken from their storage offsets, as if every storage began at
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -187,6 +188,14 @@ def capability_of(device: Any) -> int:
 
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@functools.cache
+def multiprocessors(device: Any) -> int:
+    """How many a `torch.device` has; a few where launches are rehearsed or interpreted without a GPU."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
 def _address(tensor: Any) -> int:

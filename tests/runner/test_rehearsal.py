@@ -46,7 +46,7 @@ CONFIG = LlamaConfig(
 @pytest.fixture
 def rehearsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModelRunner, Any, Rehearsal]]:
     """A runner of a device that is not there, inside its rehearsal, which is done."""
-    monkeypatch.setattr(triton_paged, "_processors", lambda device: 4)
+    monkeypatch.setattr(triton_paged, "multiprocessors", lambda device: 4)
     monkeypatch.setattr(triton_paged, "_early", lambda device: True)
     monkeypatch.setattr(support, "_why_not_device", lambda device: None)
     module = empty_model(CONFIG, torch.bfloat16, "meta")

@@ -22,6 +22,7 @@ from rung.attention.backends.triton_paged import why_no_triton, write_kv_triton,
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, CaptureSupport, KVCache
 from rung.attention.rotation import Rotation
 from rung.config import variable
+from rung.launch import multiprocessors
 from rung.torch_compat import in_dispatch_mode, no_dispatch_modes
 
 _VARIABLE = "RUNG_FLASH_ATTN_LIBRARY"
@@ -158,7 +159,7 @@ class FlashAttention3(_FlashAttention):
         left, right = self._window
         splits = self.num_splits
         if splits is None:
-            splits = most_splits(self.spec, metadata, torch.cuda.get_device_properties(query.device).multi_processor_count)
+            splits = most_splits(self.spec, metadata, multiprocessors(query.device))
         # A schedule that is shared is put back by the kernel that joins the splits. Without one that would be a kernel more, no fewer.
         schedule = None
         if splits != 1:

@@ -15,7 +15,7 @@ from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
 from rung.attention.rotation import Rotation
 from rung.errors import ConfigError
-from rung.launch import TritonLauncher
+from rung.launch import TritonLauncher, multiprocessors
 from rung.torch_compat import triton_interpreted
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -105,7 +105,7 @@ class TritonPaged(AttentionBackend):
         return None
 
     def rehearsal(self, limits: BatchBounds, block_size: int, dtype: torch.dtype, device: torch.device) -> Sequence[BatchBounds]:
-        return rehearsal_batches(self.spec, limits, block_size=block_size, processors=_processors(device), element_size=dtype.itemsize)
+        return rehearsal_batches(self.spec, limits, block_size=block_size, processors=multiprocessors(device), element_size=dtype.itemsize)
 
     @classmethod
     def why_not_fp8_cache(cls, device: torch.device) -> str | None:
@@ -229,7 +229,7 @@ class TritonPaged(AttentionBackend):
             max_query_len=metadata.max_query_len,
             max_seq_len=metadata.max_seq_len,
             block_size=block_size,
-            processors=_processors(query.device),
+            processors=multiprocessors(query.device),
             element_size=query.element_size(),
             kept_size=keys.element_size(),
         )
@@ -247,11 +247,6 @@ class TritonPaged(AttentionBackend):
 def _widens(query: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether the kernel converts e4m3 values in machine code, which Triton's interpreter does not read."""
     return values.dtype == torch.float8_e4m3fn and query.element_size() == 2 and not triton_interpreted()
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rung.launch import TritonLauncher, why_no_nvrtc
+from rung.launch import TritonLauncher, multiprocessors, why_no_nvrtc
 from rung.launch.tensor_map import tensor_map
 from rung.passes.kernels.support import is_aligned
 
@@ -12,7 +12,6 @@ WIDE = TritonLauncher("rung.passes.kernels.wide_kernel", "wide_product_kernel")
 BLOCK_ROWS = 128
 _ROW_BYTES = 128  # of a step along k
 _WARPS = 9
-_MULTIPROCESSORS = 132  # where nothing is launched
 
 
 def why_not_wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
@@ -47,7 +46,7 @@ def wide_product(
     n = weight.shape[0] // (2 if activation else 1)
     out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
     tiles = -(-rows // (BLOCK_ROWS * blocks)) * -(-n // (block_n if activation else 2 * block_n))
-    clusters = min(tiles, _multiprocessors(x.device) // blocks)
+    clusters = min(tiles, multiprocessors(x.device) // blocks)
     step = _ROW_BYTES // x.element_size()
     WIDE.run(
         (clusters, 1, 1),
@@ -58,7 +57,3 @@ def wide_product(
         num_warps=_WARPS, num_ctas=blocks, launch_pdl=programmatic,
     )  # fmt: skip
     return out
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _MULTIPROCESSORS

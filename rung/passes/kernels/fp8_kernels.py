@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rung.passes.kernels.row_kernels import _activate
+from rung.passes.kernels.row_kernels import _activate, _sum_of_row
 
 
 @triton.jit
@@ -62,18 +62,9 @@ def add_norm_quantise_kernel(
     if PROGRAMMATIC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    total = tl.load(x + row * (n if PARTS > 1 else x_stride) + column, mask=mask, other=0.0).to(tl.float32)
-    if PARTS > 1:
-        for part in tl.static_range(1, PARTS):
-            total += tl.load(x + (part * rows.to(tl.int64) + row) * n + column, mask=mask, other=0.0)
-        if BIAS:
-            total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-        total = total.to(hidden.dtype.element_ty).to(tl.float32)
-    if RESIDUAL:
-        total += tl.load(residual + row * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
-        rounded = total.to(hidden.dtype.element_ty)
-        tl.store(hidden + row * n + column, rounded, mask=mask)
-        total = rounded.to(tl.float32)
+    total = _sum_of_row(
+        x, bias, residual, hidden, rows, n, row, column, mask, x_stride, residual_stride, PARTS, BIAS, RESIDUAL, hidden.dtype.element_ty
+    )  # fmt: skip
     total *= tl.rsqrt(tl.sum(total * total, axis=0) / n + epsilon)
     scale = tl.load(norm_weight + column, mask=mask, other=0.0).to(tl.float32)
     normed = scale * total.to(hidden.dtype.element_ty).to(tl.float32)

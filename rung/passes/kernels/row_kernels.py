@@ -21,6 +21,29 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
     return gate * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner))) * up
 
 
+@triton.jit
+def _sum_of_row(
+    x, bias, residual, hidden, rows, n, row, column, mask, x_stride, residual_stride,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """x + residual of a row, float32 [BLOCK], rounded to DTYPE and with RESIDUAL stored in hidden; see `add_norm_kernel`."""
+    if PARTS > 1:
+        total = tl.load(x + row * n + column, mask=mask, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            total += tl.load(x + (part * rows.to(tl.int64) + row) * n + column, mask=mask, other=0.0)
+        if BIAS:
+            total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+        total = total.to(DTYPE).to(tl.float32)
+    else:
+        total = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + row * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
+        rounded = total.to(hidden.dtype.element_ty)
+        tl.store(hidden + row * n + column, rounded, mask=mask)
+        total = rounded.to(tl.float32)
+    return total
+
+
 @triton.jit(do_not_specialize=["rows"])
 def add_norm_kernel(
     x, bias, residual, norm_weight, hidden, normed, rows, n, epsilon, x_stride, residual_stride,
@@ -36,20 +59,9 @@ def add_norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     scale = tl.load(norm_weight + column, mask=mask, other=0.0).to(tl.float32)
-    if PARTS > 1:
-        total = tl.load(x + row * n + column, mask=mask, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            total += tl.load(x + (part * rows.to(tl.int64) + row) * n + column, mask=mask, other=0.0)
-        if BIAS:
-            total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-        total = total.to(normed.dtype.element_ty).to(tl.float32)
-    else:
-        total = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        total += tl.load(residual + row * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
-        rounded = total.to(hidden.dtype.element_ty)
-        tl.store(hidden + row * n + column, rounded, mask=mask)
-        total = rounded.to(tl.float32)
+    total = _sum_of_row(
+        x, bias, residual, hidden, rows, n, row, column, mask, x_stride, residual_stride, PARTS, BIAS, RESIDUAL, normed.dtype.element_ty
+    )  # fmt: skip
     total *= tl.rsqrt(tl.sum(total * total, axis=0) / n + epsilon)
     scaled = scale * total.to(normed.dtype.element_ty).to(tl.float32)
     tl.store(normed + row * n + column, scaled.to(normed.dtype.element_ty), mask=mask)

@@ -1,0 +1,401 @@
+"""Decode attention in CUDA C++ for compute capability 9.0: one token of each request over pages, shares of the keys joined in the kernel.
+
+A warp takes tiles of 16 keys of one KV head and all query heads of its group. Keys are the rows of the first matrix product and the queries
+its columns, so a group of up to eight heads costs one instruction of 8 columns, and sums of 128 dimensions lie in 32 registers a thread: a
+multiprocessor holds 16 such warps, each with tiles of its own on their way (cp.async), and 2048 of them, 256 requests of 8 KV heads, are one
+round. Where requests are few, several warps share a head, and several blocks of a cluster; they join their shares in shared memory, so that
+no second kernel and no memory between them is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rung.launch.cuda_source import CudaKernel
+
+TILE = 16  # keys
+MAX_GROUP = 8  # query heads a KV head
+_PAD = 4  # floats behind a row of sums, so that rows begin in different banks
+
+_TEXT = r"""
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+constexpr int ROW = HEAD_SIZE * (E4M3 ? 1 : 2), CHUNKS = ROW / 16, SLOT = 16 * ROW;  // bytes of a key, its 16 bytes, bytes of a tile
+constexpr int STEPS = HEAD_SIZE / 16, SUMS = HEAD_SIZE + 4;
+constexpr int WORKERS = WARPS * BLOCKS, THREADS = 32 * WARPS;
+constexpr float LOG2E = 1.4426950408889634f;
+#define HALF (FP16 || E4M3)  // what is multiplied: float16 or bfloat16
+
+__device__ u32 shared_address(const void* p) {
+  u32 a;
+  asm("{.reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t;}" : "=r"(a) : "l"(p));
+  return a;
+}
+// Zeros where `bytes` is 0, and nothing is read.
+__device__ void bring(u32 to, const u8* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ void await() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+// Where the 16 bytes `chunk` of row `row` lie: eight rows at the same place of theirs use all banks once.
+__device__ u32 place(int row, int chunk) { return row * ROW + (chunk ^ (CHUNKS >= 8 ? row & 7 : row >> 1 & 3)) * 16; }
+__device__ void matrices(u32 (&a)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
+__device__ void turned_matrices(u32 (&a)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
+__device__ u32 turned(u32 a) {
+  u32 r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(a));
+  return r;
+}
+__device__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if HALF
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#endif
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ u32 f16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ u32 bf16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ u32 packed(float low, float high) { return HALF ? f16x2(low, high) : bf16x2(low, high); }
+__device__ u32 outputs(float low, float high) { return FP16 ? f16x2(low, high) : bf16x2(low, high); }  // in the queries' dtype
+__device__ float low(u32 pair) {
+  float r;
+  if (FP16) asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(r) : "r"(pair));
+  else r = __uint_as_float(pair << 16);
+  return r;
+}
+__device__ float high(u32 pair) {
+  float r;
+  if (FP16) asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(r) : "r"(pair));
+  else r = __uint_as_float(pair & 0xFFFF0000u);
+  return r;
+}
+// The two e4m3 numbers in the lower, and in the upper, half of a register.
+__device__ u32 widened_low(u32 x) {
+  u32 r;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(r) : "r"(x));
+  return r;
+}
+__device__ u32 widened_high(u32 x) {
+  u32 r;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(r) : "r"(x));
+  return r;
+}
+__device__ u32 e4m3x2(float low, float high) {
+  u16 r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ float exp2_of(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ u32 remote(u32 address, int block) {
+  u32 r;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(block));
+  return r;
+}
+__device__ float from_cluster(u32 address) {
+  float r;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(r) : "r"(address) : "memory");
+  return r;
+}
+__device__ float4 four_from_cluster(u32 address) {
+  float4 r;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(address) : "memory");
+  return r;
+}
+__device__ void cluster_wait() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ void add_four(float (&sums)[8], int at, float4 x, float weight) {
+  sums[at] += weight * x.x, sums[at + 1] += weight * x.y, sums[at + 2] += weight * x.z, sums[at + 3] += weight * x.w;
+}
+
+// One row of the batch and one KV head a cluster; grid: (KV heads, in clusters; rows). query [rows, heads, HEAD_SIZE]; out like it, e4m3 with
+// out_scale [1] where OUT_SCALED; caches [pages, BLOCK_SIZE, KV heads, HEAD_SIZE]; starts int32 [num_requests + 1]; lengths int32
+// [num_requests]; table int32 [num_requests, pages]. Strides count elements, head and row strides of the caches are multiples of 16 bytes.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention_kernel(
+    const u16* query, void* out, const u8* key_cache, const u8* value_cache, const int* starts, const int* lengths, const int* table,
+    const float* out_scale, int num_requests, float scale, float value_scale, float soft_cap, int query_token_stride, int query_head_stride,
+    int out_token_stride, int out_head_stride, int block_stride, int slot_stride, int head_stride, int table_stride,
+    int table_columns) {
+  extern __shared__ __align__(128) u8 raw[];
+  constexpr int BYTES = E4M3 ? 1 : 2;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, line = lane / 4;
+  const int block = blockIdx.x % BLOCKS, kv_head = blockIdx.x / BLOCKS, row = blockIdx.y, worker = warp * BLOCKS + block;
+  const u32 ring = shared_address(raw) + warp * REGION;
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (PROGRAMMATIC) asm volatile("griddepcontrol.wait;" ::: "memory");
+
+  // A steady batch has request i in row i; what is read for that guess is read at once.
+  int request = row < num_requests ? row : num_requests - 1, start = starts[request], stop = starts[request + 1], length = lengths[request];
+  int page = table[(u64)request * table_stride + min((worker + lane * WORKERS) * 16 / BLOCK_SIZE, table_columns - 1)];
+  bool guessed = true, real = row < num_requests;
+  if (!real || start != row || stop != row + 1) {
+    guessed = false;
+    real = row < starts[num_requests];
+    int first = 0, last = num_requests - 1;  // the last request that begins at the row or before it
+    while (first < last) {
+      const int middle = (first + last + 1) / 2;
+      if (starts[middle] <= row) first = middle; else last = middle - 1;
+    }
+    request = first, stop = starts[request + 1], length = lengths[request];
+  }
+  const int end = real ? length - (stop - row) + 1 : 0;  // keys that the row sees end here
+  const int first_tile = WINDOW > 0 ? max(end - WINDOW, 0) / 16 : 0, last_tile = (end + 15) / 16;
+  const int tiles = max(last_tile - first_tile - worker + WORKERS - 1, 0) / WORKERS;  // of this warp: first_tile + worker + i * WORKERS
+  const int* pages = table + (u64)request * table_stride;
+  if (WINDOW > 0 || !guessed) page = lane < tiles ? pages[(first_tile + worker + lane * WORKERS) * 16 / BLOCK_SIZE] : 0;
+
+  // The queries as columns: thread holds, of query `line`, dimensions that are neighbours in pairs.
+  u32 queries[STEPS][2];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int at = 16 * i + (E4M3 ? 4 * quad + 2 * h : 2 * quad + 8 * h);
+      u32 pair = 0;
+      if (line < GROUP) pair = *(const u32*)(query + (u64)row * query_token_stride + (kv_head * GROUP + line) * query_head_stride + at);
+      if (E4M3 && !FP16) {
+        const float l = fminf(fmaxf(low(pair), -65504.0f), 65504.0f), u = fminf(fmaxf(high(pair), -65504.0f), 65504.0f);
+        pair = f16x2(l, u);
+      }
+      queries[i][h] = pair;
+    }
+  }
+
+  key_cache += (u64)kv_head * head_stride * BYTES, value_cache += (u64)kv_head * head_stride * BYTES;
+  u64 from = 0;  // of the tile that is brought
+  // Unit 2 * i are the keys of tile i, unit 2 * i + 1 its values.
+  auto issue = [&](int tile, bool values, u32 slot) {
+    if (tile < tiles) {
+      const int key = (first_tile + worker + tile * WORKERS) * 16;
+      if (!values) {
+        if (tile % 32 == 0 && tile > 0) page = tile + lane < tiles ? pages[(key + lane * WORKERS * 16) / BLOCK_SIZE] : 0;
+        const u64 of_page = __shfl_sync(~0u, page, tile % 32);
+        from = (of_page * block_stride + (u64)(key % BLOCK_SIZE) * slot_stride) * BYTES;
+      }
+      const u8* base = (values ? value_cache : key_cache) + from;
+#pragma unroll
+      for (int i = 0; i < CHUNKS / 2; i++) {
+        const int r = (i * 32 + lane) / CHUNKS, c = lane % CHUNKS;
+        bring(slot + place(r, c), base + (u64)r * slot_stride * BYTES + 16 * c, key + r < end ? 16 : 0);
+      }
+    }
+    commit();
+  };
+
+  float sums[STEPS][4];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.0f;
+  float highest[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};  // of queries 2 * quad and 2 * quad + 1
+  const float factor = SOFT_CAP ? 1.0f : scale * LOG2E;
+#pragma unroll
+  for (int u = 0; u < SLOTS - 1; u++) issue(u / 2, u % 2, ring + u * SLOT);
+  u32 slot = ring, free = ring + (SLOTS - 1) * SLOT;
+  const u32 ring_end = ring + SLOTS * SLOT;
+  for (int tile = 0; tile < tiles; tile++) {
+    await<SLOTS - 2>();
+    __syncwarp();
+    issue(tile + (SLOTS - 1) / 2, (SLOTS - 1) % 2, free);
+    free = slot;
+    float scores[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};  // keys `line` and line + 8, two chains
+#pragma unroll
+    for (int i = 0; i < STEPS; i += E4M3 ? 2 : 1) {
+      u32 a[4];
+      matrices(a, slot + place(lane % 16, (E4M3 ? i : 2 * i) + lane / 16));
+      if (E4M3) {
+        multiply(scores[0], widened_low(a[0]), widened_low(a[1]), widened_high(a[0]), widened_high(a[1]), queries[i][0], queries[i][1]);
+        multiply(scores[1], widened_low(a[2]), widened_low(a[3]), widened_high(a[2]), widened_high(a[3]), queries[i + 1][0], queries[i + 1][1]);
+      } else {
+        multiply(scores[i % 2], a[0], a[1], a[2], a[3], queries[i][0], queries[i][1]);
+      }
+    }
+    if ((slot += SLOT) == ring_end) slot = ring;
+
+    const int key = (first_tile + worker + tile * WORKERS) * 16 + line;
+    const bool edge = key - line + 16 > end || (WINDOW > 0 && key - line < end - WINDOW);
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      x[i] = scores[0][i] + scores[1][i];
+      if (SOFT_CAP) x[i] = soft_cap * LOG2E * (1.0f - __fdividef(2.0f, exp2_of(x[i] * (scale / soft_cap) * (2.0f * LOG2E)) + 1.0f));
+      const int at = key + i / 2 * 8;
+      if (edge && (at >= end || (WINDOW > 0 && at < end - WINDOW))) x[i] = -INFINITY;
+    }
+    float fade[2];
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      float most = fmaxf(x[c], x[c + 2]) * factor;
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 4));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
+      const float risen = fmaxf(highest[c], most), reference = risen == -INFINITY ? 0.0f : risen;
+      fade[c] = exp2_of(highest[c] - reference);
+      highest[c] = risen;
+      x[c] = exp2_of(x[c] * factor - reference), x[c + 2] = exp2_of(x[c + 2] * factor - reference);
+      total[c] = total[c] * fade[c] + x[c] + x[c + 2];
+    }
+    const u32 weights[2] = {turned(packed(x[0], x[1])), turned(packed(x[2], x[3]))};
+    if (__any_sync(~0u, fade[0] != 1.0f || fade[1] != 1.0f)) {
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) sums[i][0] *= fade[0], sums[i][1] *= fade[1], sums[i][2] *= fade[0], sums[i][3] *= fade[1];
+    }
+
+    await<SLOTS - 2>();
+    __syncwarp();
+    issue(tile + SLOTS / 2, SLOTS % 2, free);
+    free = slot;
+#pragma unroll
+    for (int i = 0; i < STEPS; i += E4M3 ? 2 : 1) {
+      u32 a[4];
+      if (E4M3) {  // a register holds dimensions 2 * line and 2 * line + 1 of two keys: bytes are sorted by dimension
+        turned_matrices(a, slot + place(lane % 16, i + lane / 16));
+#pragma unroll
+        for (int j = 0; j < 4; j++) a[j] = __byte_perm(a[j], 0, 0x3120);
+        multiply(sums[i], widened_low(a[0]), widened_high(a[0]), widened_low(a[1]), widened_high(a[1]), weights[0], weights[1]);
+        multiply(sums[i + 1], widened_low(a[2]), widened_high(a[2]), widened_low(a[3]), widened_high(a[3]), weights[0], weights[1]);
+      } else {
+        turned_matrices(a, slot + place(lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
+        multiply(sums[i], a[0], a[1], a[2], a[3], weights[0], weights[1]);
+      }
+    }
+    if ((slot += SLOT) == ring_end) slot = ring;
+  }
+
+  // Shares of the warps: sums [8][SUMS], highest [8], total [8], in place of the warp's tiles.
+#pragma unroll
+  for (int c = 0; c < 2; c++) {
+    total[c] += __shfl_xor_sync(~0u, total[c], 4);
+    total[c] += __shfl_xor_sync(~0u, total[c], 8);
+    total[c] += __shfl_xor_sync(~0u, total[c], 16);
+  }
+  await<0>();
+  __syncwarp();
+  float* share = (float*)(raw + warp * REGION);
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) share[(2 * quad + j % 2) * SUMS + 16 * i + (E4M3 ? 2 * line + j / 2 : line + j / 2 * 8)] = sums[i][j];
+  }
+  if (line == 0) {
+    for (int c = 0; c < 2; c++) share[8 * SUMS + 2 * quad + c] = highest[c], share[8 * SUMS + 8 + 2 * quad + c] = total[c];
+  }
+  if (WARPS > 1) __syncthreads(); else __syncwarp();
+
+  const float unit = OUT_SCALED ? 1.0f / out_scale[0] : 1.0f;
+  auto finish = [&](int g, int d, const float (&x)[8], float weight) {  // eight outputs of query g from dimension d on
+    const float part = weight > 0.0f ? value_scale / weight : 0.0f;
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) pairs[i] = weight > 0.0f ? outputs(x[2 * i] * part, x[2 * i + 1] * part) : 0u;
+    const u64 at = (u64)row * out_token_stride + (kv_head * GROUP + g) * out_head_stride + d;
+    if (OUT_SCALED) {
+      u32 kept[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) kept[i] = e4m3x2(low(pairs[i]) * unit, high(pairs[i]) * unit);
+      *(uint2*)((u8*)out + at) = uint2{kept[0] | kept[1] << 16, kept[2] | kept[3] << 16};
+    } else {
+      *(uint4*)((u16*)out + at) = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+    }
+  };
+  constexpr int PARTS = GROUP * HEAD_SIZE / 8;
+  float* joined = (float*)(raw + WARPS * REGION);  // of the block, for its cluster: the same three
+  for (int part = threadIdx.x; part < PARTS; part += THREADS) {
+    const int g = part / (HEAD_SIZE / 8), d = part % (HEAD_SIZE / 8) * 8;
+    float most = -INFINITY, weight = 0.0f, x[8] = {};
+    for (int w = 0; w < WARPS; w++) most = fmaxf(most, ((float*)(raw + w * REGION))[8 * SUMS + g]);
+    const float reference = most == -INFINITY ? 0.0f : most;
+    for (int w = 0; w < WARPS; w++) {
+      const float* of = (float*)(raw + w * REGION);
+      const float each = WARPS > 1 ? exp2_of(of[8 * SUMS + g] - reference) : 1.0f;
+      weight += each * of[8 * SUMS + 8 + g];
+      add_four(x, 0, *(float4*)(of + g * SUMS + d), each), add_four(x, 4, *(float4*)(of + g * SUMS + d + 4), each);
+    }
+    if (BLOCKS == 1) {
+      finish(g, d, x, weight);
+    } else {
+      *(float4*)(joined + g * SUMS + d) = float4{x[0], x[1], x[2], x[3]};
+      *(float4*)(joined + g * SUMS + d + 4) = float4{x[4], x[5], x[6], x[7]};
+      if (d == 0) joined[8 * SUMS + g] = most, joined[8 * SUMS + 8 + g] = weight;
+    }
+  }
+  if (BLOCKS > 1) {
+    cluster_wait();
+    const u32 mine = shared_address(joined);
+    for (int part = block + BLOCKS * threadIdx.x; part < PARTS; part += BLOCKS * THREADS) {
+      const int g = part / (HEAD_SIZE / 8), d = part % (HEAD_SIZE / 8) * 8;
+      float most = -INFINITY, weight = 0.0f, x[8] = {}, of_block[BLOCKS];
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) most = fmaxf(most, of_block[b] = from_cluster(remote(mine, b) + 4 * (8 * SUMS + g)));
+      const float reference = most == -INFINITY ? 0.0f : most;
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) {
+        const u32 of = remote(mine, b);
+        const float each = exp2_of(of_block[b] - reference);
+        weight += each * from_cluster(of + 4 * (8 * SUMS + 8 + g));
+        add_four(x, 0, four_from_cluster(of + 4 * (g * SUMS + d)), each), add_four(x, 4, four_from_cluster(of + 4 * (g * SUMS + d + 4)), each);
+      }
+      finish(g, d, x, weight);
+    }
+    cluster_wait();  // a neighbour may still read what this block joined
+  }
+}
+"""
+
+
+def _sums_bytes(constants: Mapping[str, Any]) -> int:
+    """Of a share: sums, and two numbers a query."""
+    return 4 * (MAX_GROUP * (int(constants["HEAD_SIZE"]) + _PAD) + 2 * MAX_GROUP)
+
+
+def _region(constants: Mapping[str, Any]) -> int:
+    """Bytes of a warp: its ring of tiles, and later its share."""
+    ring = int(constants["SLOTS"]) * TILE * int(constants["HEAD_SIZE"]) * (1 if constants["E4M3"] else 2)
+    return -(-max(ring, _sums_bytes(constants)) // 128) * 128
+
+
+def _shared_bytes(constants: Mapping[str, Any]) -> int:
+    return int(constants["WARPS"]) * _region(constants) + (_sums_bytes(constants) if constants["BLOCKS"] > 1 else 0)
+
+
+def _source(constants: Mapping[str, Any]) -> str:
+    warps = int(constants["WARPS"])
+    resident = max(1, min(16 // warps, 227 * 1024 // (_shared_bytes(constants) + 1024)))
+    defined = {**{name: int(value) for name, value in constants.items()}, "REGION": _region(constants), "RESIDENT": resident}
+    return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + "#define INFINITY __int_as_float(0x7f800000)\n" + _TEXT
+
+
+decode_attention_kernel = CudaKernel(
+    name="decode_attention_kernel",
+    arguments=(
+        "query", "out", "key_cache", "value_cache", "query_start_loc", "seq_lens", "block_table", "out_scale", "num_requests", "scale",
+        "value_scale", "soft_cap", "query_token_stride", "query_head_stride", "out_token_stride", "out_head_stride", "block_stride",
+        "slot_stride", "head_stride", "table_stride", "table_columns",
+    ),
+    constants=(
+        "GROUP", "HEAD_SIZE", "BLOCK_SIZE", "E4M3", "FP16", "WINDOW", "SOFT_CAP", "OUT_SCALED", "WARPS", "BLOCKS", "SLOTS", "PROGRAMMATIC",
+    ),
+    source=_source,
+    shared_bytes=_shared_bytes,
+)  # fmt: skip

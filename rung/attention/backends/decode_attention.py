@@ -10,11 +10,17 @@ import torch
 from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionMetadata, AttentionSpec, KVCache
 from rung.launch import TritonLauncher, why_no_nvrtc
+from rung.launch.tensor_map import ALIGNMENT
 
 DECODE = TritonLauncher("rung.attention.backends.decode_kernel", "decode_attention_kernel")
 _HEAD_SIZES = (64, 128)
 _DTYPES = (torch.bfloat16, torch.float16)
-_MAX_GROUP = 8
+MAX_GROUP = 8
+TILE = 16  # keys
+_SHORT = 4096  # keys that a warp or two go through alone
+_ONE_BLOCK = 512  # keys for which several blocks a head do not pay
+DECODE_LENGTHS = (_ONE_BLOCK, _SHORT, _SHORT + 1)  # bounds of lengths that together take every kernel
+_MOST_BLOCKS = 8  # of a cluster, on every device that has clusters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,20 +32,34 @@ class DecodeLaunch:
     slots: int
 
 
-def plan_decode(num_programs: int, max_seq_len: int, *, kept_size: int) -> DecodeLaunch:
-    """The launch for so many (request, KV head) pairs."""
-    slots = 3 if kept_size > 1 else 6
-    if num_programs >= 1024:
-        return DecodeLaunch(warps=1, blocks=1, slots=slots)
-    if num_programs >= 256:
-        return DecodeLaunch(warps=4, blocks=1, slots=slots)
-    if num_programs >= 64:
-        return DecodeLaunch(warps=16, blocks=1, slots=slots)
-    return DecodeLaunch(warps=16, blocks=4 if max_seq_len > 512 else 1, slots=slots)
+def plan_decode(spec: AttentionSpec, num_tokens: int, max_seq_len: int, *, kept_size: int, processors: int = 132) -> DecodeLaunch:
+    """The launch for so many decodes of at most `max_seq_len` keys, each of `kept_size` bytes a number. Found on an H200.
+
+    What bounds it is bytes in flight, and edges: 2048 warps are one round. Where heads are fewer, several warps share one, and where they
+    are fewer than multiprocessors several blocks do, unless requests are too short for it to pay."""
+    programs, tile = num_tokens * spec.num_kv_heads, TILE * spec.head_size * kept_size
+    if programs > 1024 and max_seq_len <= _SHORT:
+        warps = 1
+    elif programs >= 256 and max_seq_len <= _SHORT:
+        warps = 2
+    else:  # one long request must not keep the others waiting for too long
+        warps = 4 if programs >= 128 else 8
+    blocks = 1 if max_seq_len <= _ONE_BLOCK else max(1, min(_MOST_BLOCKS, processors // max(1, programs)))
+    return DecodeLaunch(warps=warps, blocks=1 << (blocks.bit_length() - 1), slots=6 if tile <= 2048 else 3 if warps == 1 else 4)
+
+
+def why_not_decode(query: torch.Tensor, cache: KVCache, out: torch.Tensor, spec: AttentionSpec) -> str | None:
+    """The reason against the kernel for such a call, or None. Reads no size of dimension 0."""
+    if any((one.storage_offset() | one.stride(0) | one.stride(1)) % 8 for one in (query, out)):
+        return "heads of queries or of the output are not aligned to 16 bytes"
+    number = ALIGNMENT // cache.key.element_size()
+    if any(offset % number for half in (cache.key, cache.value) for offset in (half.storage_offset(), *half.stride()[:3])):
+        return "keys are not aligned to 16 bytes"
+    return why_not_decode_layer(spec, query.dtype, query.device)
 
 
 @functools.cache
-def why_not_decode(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+def why_not_decode_layer(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """The reason against the kernel for layers like these, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "it is for compute capability 9.0"
@@ -47,8 +67,8 @@ def why_not_decode(spec: AttentionSpec, dtype: torch.dtype, device: torch.device
         return f"{dtype} is not one of {', '.join(map(str, _DTYPES))}"
     if spec.head_size not in _HEAD_SIZES:
         return f"head size {spec.head_size} is not one of {', '.join(map(str, _HEAD_SIZES))}"
-    if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
-        return f"{spec.num_heads // spec.num_kv_heads} query heads a KV head are above {_MAX_GROUP}"
+    if spec.num_heads // spec.num_kv_heads > MAX_GROUP:
+        return f"{spec.num_heads // spec.num_kv_heads} query heads a KV head are above {MAX_GROUP}"
     if DECODE.road != "prebound":
         return f"launches go through {DECODE.road}"
     return why_no_nvrtc()

@@ -1,10 +1,10 @@
 """Decode attention in CUDA C++ for compute capability 9.0: one token of each request over pages, shares of the keys joined in the kernel.
 
-A warp takes tiles of 16 keys of one KV head and all query heads of its group. Keys are the rows of the first matrix product and the queries
-its columns, so a group of up to eight heads costs one instruction of 8 columns, and sums of 128 dimensions lie in 32 registers a thread: a
-multiprocessor holds 16 such warps, each with tiles of its own on their way (cp.async), and 2048 of them, 256 requests of 8 KV heads, are one
-round. Where requests are few, several warps share a head, and several blocks of a cluster; they join their shares in shared memory, so that
-no second kernel and no memory between them is needed.
+A warp takes tiles of 16 keys of one KV head and all query heads of its group. Keys are the rows of the first matrix product and queries its
+columns, so that a group of up to eight heads costs instructions of 8 columns, and sums of 128 dimensions lie in 32 registers a thread: a
+multiprocessor holds 16 such warps, each with tiles of its own on their way (cp.async), and 2048 of them, 256 requests of 8 KV heads, are
+one round. Where requests are few, several warps share a head, and several blocks of a cluster; they join their shares in shared memory,
+without a second kernel and without memory between them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rung.attention.backends.decode_attention import MAX_GROUP, TILE
 from rung.launch.cuda_source import CudaKernel
 
-TILE = 16  # keys
-MAX_GROUP = 8  # query heads a KV head
 _PAD = 4  # floats behind a row of sums, so that rows begin in different banks
 
 _TEXT = r"""
@@ -131,9 +130,9 @@ __device__ void add_four(float (&sums)[8], int at, float4 x, float weight) {
   sums[at] += weight * x.x, sums[at + 1] += weight * x.y, sums[at + 2] += weight * x.z, sums[at + 3] += weight * x.w;
 }
 
-// One row of the batch and one KV head a cluster; grid: (KV heads, in clusters; rows). query [rows, heads, HEAD_SIZE]; out like it, e4m3 with
-// out_scale [1] where OUT_SCALED; caches [pages, BLOCK_SIZE, KV heads, HEAD_SIZE]; starts int32 [num_requests + 1]; lengths int32
-// [num_requests]; table int32 [num_requests, pages]. Strides count elements, head and row strides of the caches are multiples of 16 bytes.
+// One row of the batch and one KV head a cluster; grid: (KV heads, in clusters; rows). query [rows, heads, HEAD_SIZE]; out like it, e4m3
+// with out_scale [1] where OUT_SCALED; caches [pages, BLOCK_SIZE, KV heads, HEAD_SIZE]; starts int32 [num_requests + 1]; lengths int32
+// [num_requests]; table int32 [num_requests, table_columns]. Strides count elements; those of the caches are multiples of 16 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention_kernel(
     const u16* query, void* out, const u8* key_cache, const u8* value_cache, const int* starts, const int* lengths, const int* table,
     const float* out_scale, int num_requests, float scale, float value_scale, float soft_cap, int query_token_stride, int query_head_stride,
@@ -225,8 +224,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
       u32 a[4];
       matrices(a, slot + place(lane % 16, (E4M3 ? i : 2 * i) + lane / 16));
       if (E4M3) {
-        multiply(scores[0], widened_low(a[0]), widened_low(a[1]), widened_high(a[0]), widened_high(a[1]), queries[i][0], queries[i][1]);
-        multiply(scores[1], widened_low(a[2]), widened_low(a[3]), widened_high(a[2]), widened_high(a[3]), queries[i + 1][0], queries[i + 1][1]);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const u32 first = a[2 * j], second = a[2 * j + 1], *of = queries[i + j];
+          multiply(scores[j], widened_low(first), widened_low(second), widened_high(first), widened_high(second), of[0], of[1]);
+        }
       } else {
         multiply(scores[i % 2], a[0], a[1], a[2], a[3], queries[i][0], queries[i][1]);
       }
@@ -354,7 +356,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
         const u32 of = remote(mine, b);
         const float each = exp2_of(of_block[b] - reference);
         weight += each * from_cluster(of + 4 * (8 * SUMS + 8 + g));
-        add_four(x, 0, four_from_cluster(of + 4 * (g * SUMS + d)), each), add_four(x, 4, four_from_cluster(of + 4 * (g * SUMS + d + 4)), each);
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) add_four(x, i, four_from_cluster(of + 4 * (g * SUMS + d + i)), each);
       }
       finish(g, d, x, weight);
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rung.attention.backends.decode_attention import DECODE_LENGTHS, plan_decode
 from rung.attention.base import AttentionSpec, BatchBounds
 
 MAX_SPLITS = 64
@@ -101,7 +102,8 @@ def rehearsal_batches(
         for num_requests in _sampled(1, limits.num_requests):
             least, most = length + num_requests - 1, min(length * num_requests, limits.num_tokens)
             for num_tokens in _sampled(least, most):
-                for max_seq_len in dict.fromkeys((length, limits.max_seq_len)):
+                longest = (length, *(DECODE_LENGTHS if length == 1 else ()), limits.max_seq_len)
+                for max_seq_len in sorted({min(one, limits.max_seq_len) for one in longest}):
                     bounds = BatchBounds(
                         num_tokens=num_tokens, num_requests=num_requests, max_query_len=length, max_seq_len=max(length, max_seq_len)
                     )
@@ -124,7 +126,10 @@ def kernel_of(spec: AttentionSpec, bounds: BatchBounds, *, block_size: int, proc
         processors=processors,
         element_size=element_size,
     )
-    return block_size, replace(launch, splits=min(launch.splits, 2))
+    decode = None
+    if bounds.max_query_len == 1:
+        decode = plan_decode(spec, bounds.num_tokens, bounds.max_seq_len, kept_size=2, processors=processors)
+    return block_size, replace(launch, splits=min(launch.splits, 2)), decode
 
 
 def _sampled(first: int, last: int) -> list[int]:

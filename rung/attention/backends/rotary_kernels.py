@@ -116,9 +116,13 @@ def rotate_and_write_kernel(
     HEADS: tl.constexpr,  # heads a program
     NORM: tl.constexpr,
     SCALED: tl.constexpr,  # whether the cache is e4m3
+    EARLY: tl.constexpr,  # launched before the kernel in front has ended, and lets the next one start (programmatic dependent launch)
 ):
     """One token a program in x; in y groups of HEADS query heads, then groups of HEADS KV heads. A negative slot: the rotated query is
     zero, nothing goes to the cache."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     QUERY_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)

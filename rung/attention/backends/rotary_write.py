@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from rung.attention.backends.strides import cache_strides, rows
@@ -33,6 +35,7 @@ def rotate_and_write_triton(
     heads = max(1, min(_power_of_two(num_heads), _PAIRS // columns))
     stride = cache_strides(cache)
     weights = rotation.query_weight, rotation.key_weight
+    early = launches_early(query.device)
     ROTATE_AND_WRITE.run(
         (num_tokens, -(-num_heads // heads) + -(-num_kv_heads // heads), 1),
         rows(query, "query"), rows(key, "key"), rows(value, "value"), rows(rotated, "rotated"), cache.key, cache.value,
@@ -42,8 +45,14 @@ def rotate_and_write_triton(
         rotated.stride(0), rotated.stride(1), cos.stride(0), sin.stride(0), stride[0], stride[1], stride[2],
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=cache.block_size, HALF=half,
         HALF_COLUMNS=columns, REST_COLUMNS=_power_of_two(max(1, head_size - 2 * half)), HEADS=heads, NORM=weights[0] is not None,
-        SCALED=cache.is_fp8, num_warps=2,
+        SCALED=cache.is_fp8, EARLY=early, num_warps=2, launch_pdl=early,
     )  # fmt: skip
+
+
+@functools.cache
+def launches_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one in front runs (programmatic dependent launch: Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _power_of_two(size: int) -> int:

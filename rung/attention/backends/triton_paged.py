@@ -9,8 +9,9 @@ from typing import ClassVar
 
 import torch
 
+from rung.attention.backends.decode_attention import decode_attention, plan_decode, why_not_decode
 from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, invariant_launch, padded, plan_launch, query_blocks, rehearsal_batches
-from rung.attention.backends.rotary_write import rotate_and_write_triton
+from rung.attention.backends.rotary_write import launches_early, rotate_and_write_triton
 from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
 from rung.attention.rotation import Rotation
@@ -162,9 +163,20 @@ class TritonPaged(AttentionBackend):
     def _attend_cache(
         self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata, out_scale: torch.Tensor | None
     ) -> None:
+        if self._decodes(query, cache, out, metadata):
+            processors, kept_size = multiprocessors(query.device), cache.key.element_size()
+            launch = plan_decode(self.spec, query.shape[0], metadata.max_seq_len, kept_size=kept_size, processors=processors)
+            decode_attention(self.spec, launch, query, cache, out, metadata, out_scale)
+            return
         block, slot, head, _ = cache_strides(cache)
         strides, scales = (block, slot, head, slot, head), (cache.key_scale, cache.value_scale)
         self._attend(query, cache.key, cache.value, cache.block_size, strides, out, metadata, scales, out_scale)
+
+    def _decodes(self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata) -> bool:
+        """Whether the batch goes through the decode kernel of our own in CUDA C++."""
+        if metadata.max_query_len > 1 or self.launch is not None or self.batch_invariant or not (metadata.num_requests and len(query)):
+            return False
+        return why_not_decode(query, cache, out, self.spec) is None
 
     def _attend_given(
         self,
@@ -197,7 +209,7 @@ class TritonPaged(AttentionBackend):
         scales, sums = self._workspace(query, launch.splits)
         columns = padded(head_size)
         blocks = query_blocks(num_tokens, metadata.num_requests, launch.block_q)
-        early = launch.splits > 1 and _early(query.device)
+        early = launch.splits > 1 and launches_early(query.device)
         scaled, out_scale = out_scale is not None, query if out_scale is None else out_scale
         PAGED_ATTENTION.run(
             (spec.num_kv_heads, blocks, launch.splits),
@@ -247,9 +259,3 @@ class TritonPaged(AttentionBackend):
 def _widens(query: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether the kernel converts e4m3 values in machine code, which Triton's interpreter does not read."""
     return values.dtype == torch.float8_e4m3fn and query.element_size() == 2 and not triton_interpreted()
-
-
-@functools.cache
-def _early(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one in front runs (programmatic dependent launch: Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -305,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
   }
   if (WARPS > 1) __syncthreads(); else __syncwarp();
 
-  const float unit = OUT_SCALED ? 1.0f / out_scale[0] : 1.0f;
+  const float unit = OUT_SCALED ? out_scale[0] : 1.0f;
   auto finish = [&](int g, int d, const float (&x)[8], float weight) {  // eight outputs of query g from dimension d on
     const float part = weight > 0.0f ? value_scale / weight : 0.0f;
     u32 pairs[4];
@@ -315,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
     if (OUT_SCALED) {
       u32 kept[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) kept[i] = e4m3x2(low(pairs[i]) * unit, high(pairs[i]) * unit);
+      for (int i = 0; i < 4; i++) kept[i] = e4m3x2(low(pairs[i]) / unit, high(pairs[i]) / unit);
       *(uint2*)((u8*)out + at) = uint2{kept[0] | kept[1] << 16, kept[2] | kept[3] << 16};
     } else {
       *(uint4*)((u16*)out + at) = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};

@@ -98,14 +98,11 @@ class HostProfile:
     def _replace_actions(self, program: ReplayProgram) -> Callable[[], None]:
         """Time what a replay calls, unless it is wrapped as a whole already."""
         names = [GRAPHS if isinstance(action, GraphLaunch) else BREAKS for action in program.actions]
-        before: list[Sequence[Callable[[], None]]] = []
 
         def timed(runs: Sequence[Callable[[], None]]) -> Sequence[Callable[[], None]]:
-            before.append(runs)
             return [self._timed(name, run, is_step=False) for name, run in zip(names, runs, strict=len(runs) > 1)]
 
-        program.wrap(timed)
-        return lambda: program.wrap(lambda _: before[0])
+        return program.wrap(timed)
 
     def _timed(self, name: str, call: Callable[..., Any], *, is_step: bool) -> Callable[..., Any]:
         clock, children, step = time.perf_counter, self._children, self._step

@@ -9,7 +9,16 @@ from typing import ClassVar
 
 import torch
 
-from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, invariant_launch, padded, plan_launch, query_blocks, rehearsal_batches
+from rung.attention.backends.launch_plan import (
+    KEYS_A_SPLIT,
+    MAX_SPLITS,
+    Launch,
+    invariant_launch,
+    padded,
+    plan_launch,
+    query_blocks,
+    rehearsal_batches,
+)
 from rung.attention.backends.rotary_write import rotate_and_write_triton
 from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
@@ -162,6 +171,8 @@ class TritonPaged(AttentionBackend):
     def launch_key(
         self, query: torch.Tensor, key: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, *, fresh: bool
     ) -> Hashable | None:
+        if metadata.max_query_len == 1:
+            return -(-metadata.max_seq_len // KEYS_A_SPLIT), self.launch  # plans for decodes change at multiples of it alone
         given = fresh and not self.batch_invariant and metadata.only_first_chunks
         keys, block_size = (key, 0) if given else (cache.key, cache.block_size)
         return given, self.launch or self._plan(query, keys, metadata, block_size)

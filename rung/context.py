@@ -40,6 +40,11 @@ def get_forward_context() -> ForwardContext:
     return context
 
 
+def find_forward_context() -> ForwardContext | None:
+    """The context of the running step, or None outside of one."""
+    return _current.get()
+
+
 def has_forward_context() -> bool:
     return _current.get() is not None
 

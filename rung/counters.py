@@ -40,6 +40,8 @@ class Count(StrEnum):
     EAGER_CALLS = "eager_calls"
     CAPTURES = "captures"
     REPLAYS = "replays"
+    REPEATED_BREAKS = "repeated_breaks"  # attention breaks of replays that were the launches of an earlier step, without its Python
+    RECORDED_BREAKS = "recorded_breaks"  # those whose Python ran while its launches were written down; others: `python_break.<reason>`
     ADDRESS_CHANGES = "address_changes"  # times that something graphs read had moved and the policy did not raise
     PADDING_CHECKS = "padding_checks"  # runs that compared exact with padded sizes
     UNPROVED_PADDING = "unproved_padding"  # dimensions that are padded because such a run agreed, without a proof

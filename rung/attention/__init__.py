@@ -10,6 +10,7 @@ from rung.attention.base import (
     HostMetadata,
     KVCache,
 )
+from rung.attention.launch_keys import AttentionCall, LaunchKeys
 from rung.attention.layer import SPLIT_OPS, Attention, attention_layers
 from rung.attention.rotation import Rotation, rotate
 
@@ -18,12 +19,14 @@ __all__ = [
     "SPLIT_OPS",
     "Attention",
     "AttentionBackend",
+    "AttentionCall",
     "AttentionMetadata",
     "AttentionSpec",
     "BatchBounds",
     "CaptureSupport",
     "HostMetadata",
     "KVCache",
+    "LaunchKeys",
     "Rotation",
     "attention_layers",
     "rotate",

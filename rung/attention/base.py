@@ -7,7 +7,10 @@ The break contract of rung, in terms of attention:
   mode, with the piece before them;
 * when `metadata.host` is None nothing may be decided on the host: all lengths are read on the device, the call is capturable, and the
   shapes of the metadata tensors plus `max_query_len` / `max_seq_len` (upper bounds) are all that may steer the launch;
-* a backend keeps no reference to the metadata after the call.
+* a backend keeps no reference to the metadata after the call;
+* a backend whose work is launches through `rung.launch` alone may say so, and what decides about them (`launch_key`): a piecewise replay
+  then repeats the launches of an earlier step without the backend's Python. What one kernel of a call writes for the next one comes from
+  `rung.launch.workspace` in such a backend.
 """
 
 from __future__ import annotations
@@ -157,6 +160,15 @@ class AttentionBackend(ABC):
         """Batches that, run once each, make the backend load every kernel that any batch within `limits` may ask for. None for backends
         whose kernels come loaded."""
         return ()
+
+    def launch_key(
+        self, query: torch.Tensor, key: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, *, fresh: bool
+    ) -> Hashable | None:
+        """What decides the launches of a `forward` of this batch beside the addresses, shapes and strides of its tensors: two batches with
+        equal keys, equal `num_requests` and metadata at the same places are given the same kernels, grids and numbers. None: the work is
+        not launches of `rung.launch` alone. `fresh`: of `forward_given_keys`, with keys like `key`. Asked for one layer of those that share
+        backend and metadata. A subclass that overrides a forward answers anew, or it is taken for None."""
+        return None
 
     @abstractmethod
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:

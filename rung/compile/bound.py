@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from rung.attention import AttentionCall
+
 StepCall = Callable[[list[Any]], Sequence[Any]]  # takes the inputs as one list, returns the outputs as a sequence
 
 
@@ -31,6 +33,7 @@ class BoundStep:
     name: str  # unique in the plan, e.g. "piece_03", "attention_02"
     call: StepCall
     capture: Capture = Capture.FULL  # of a break; a piece is captured always
+    attention: Callable[[Sequence[Any]], AttentionCall] | None = None  # of a break that is one call of our attention: from its inputs
 
     def capturable(self, full: bool) -> bool:
         """Whether the step belongs inside a graph, in a FULL descriptor or in a PIECEWISE one."""

@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 
+from rung.attention import AttentionCall
 from rung.attention.layer import attention, kv_cache_write, rotate_and_write
 from rung.compile.bound import Capture
 from rung.compile.generated import Source
 from rung.compile.plan import OpCall, Step
 from rung.compile.regions import TARGET
 
+_ATTENTION = "rung::attention"
+
 _DIRECT: dict[str, Callable[..., Any]] = {
-    "rung::attention": attention,
+    _ATTENTION: attention,
     "rung::kv_cache_write": kv_cache_write,
     "rung::rotate_and_write": rotate_and_write,
 }
@@ -41,9 +44,28 @@ def break_capture(step: Step) -> Capture:
     return next((kind for kind in (Capture.NEVER, Capture.FULL) if kind in declared), Capture.ALWAYS)
 
 
+def attention_of(step: Step) -> Callable[[Sequence[Any]], AttentionCall] | None:
+    """For a break that is one call of our attention and returns nothing: a function from the break's inputs to the call."""
+    if len(step.calls) != 1 or step.outputs or step.calls[0].target.partition(".")[0] != _ATTENTION:
+        return None
+    (call,) = step.calls
+    place = {number: index for index, number in enumerate(step.inputs)}
+    arguments = (*call.args, *call.kwargs.values())
+    if not all(isinstance(value, dict) and ("constant" in value or value.get("value") in place) for value in arguments):
+        return None
+
+    def bind(inputs: Sequence[Any]) -> AttentionCall:
+        def of(value: Any) -> Any:
+            return inputs[place[value["value"]]] if "value" in value else value["constant"]
+
+        return AttentionCall(*map(of, call.args), **{name: of(value) for name, value in call.kwargs.items()})
+
+    return bind
+
+
 def parts(step: Step) -> tuple[Step, ...]:
     """A break cut between ops of different `Capture`, in order; together the parts do what the break does."""
-    groups = [(kind, tuple(calls)) for kind, calls in groupby(step.calls, key=lambda call: _op_capture(call.target))]
+    groups = [(kind, tuple(calls)) for (kind, _), calls in groupby(step.calls, key=_part_of)]
     if len(groups) < 2:
         return (step,)
     cut: list[Step] = []
@@ -55,6 +77,11 @@ def parts(step: Step) -> tuple[Step, ...]:
         cut.append(Step(f"{step.name}.{index}", inputs, tuple(sorted(made & wanted)), calls=calls))
         wanted |= set(inputs)
     return tuple(reversed(cut))
+
+
+def _part_of(call: OpCall) -> tuple[Capture, int]:
+    """Equal for neighbours that stay together. A call of our attention stays alone, so that its launches can be repeated."""
+    return _op_capture(call.target), id(call) if call.target.partition(".")[0] == _ATTENTION else 0
 
 
 def _numbers(value: Any) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 
 from rung import torch_compat
 from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner, call_step, profiled_step
-from rung.compile.breaks import break_call, break_capture, parts
+from rung.compile.breaks import attention_of, break_call, break_capture, parts
 from rung.compile.fake_kernels import FakeOutput, checking
 from rung.compile.generated import Source
 from rung.compile.plan import CompilePlan, Step
@@ -70,7 +70,7 @@ class CompiledFunction:
     def _bound(self, step: Step) -> BoundStep:
         if step.piece is not None:
             return BoundStep("piece", step.name, self._call_of(step), Capture.ALWAYS)
-        return BoundStep("break", step.name, self._call_of(step), break_capture(step))
+        return BoundStep("break", step.name, self._call_of(step), break_capture(step), attention_of(step))
 
     def _call_of(self, step: Step) -> StepCall:
         return self._breaks[step.name] if step.piece is None else self._pieces[step.piece]

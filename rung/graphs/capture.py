@@ -15,6 +15,7 @@ from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dry_run import DryRun
 from rung.graphs.program import GraphLaunch, PreboundBreak, ReplayProgram
+from rung.graphs.repeats import BreakRepeats
 
 
 class _Capture:
@@ -140,9 +141,10 @@ def capture_program(
     generators: Sequence[torch.Generator] = (),
     *,
     watch: bool = True,
+    repeats: BreakRepeats | None = None,
 ) -> ReplayProgram:
     """Capture `plan` at the size of `descriptor`. `inputs` are views of static buffers, which the program keeps alive. With `watch`
-    breaks are stopped at the first operation that must not be captured.
+    breaks are stopped at the first operation that must not be captured. Without `repeats` breaks run their Python in every replay.
 
     Raises `CaptureError` with size, step and cause; what was captured for this descriptor until then is released."""
     capture = _Capture(backend, pool, generators, inputs, full=descriptor.mode is GraphMode.FULL, watch=watch)
@@ -151,7 +153,7 @@ def capture_program(
     except Exception as error:
         capture.release()
         raise _capture_error(descriptor, capture.step, error, "capture") from error
-    return ReplayProgram(descriptor, capture.actions, outputs, [*inputs, plan, pool])
+    return ReplayProgram(descriptor, capture.actions, outputs, [*inputs, plan, pool], repeats)
 
 
 class _Walk:

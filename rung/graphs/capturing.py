@@ -20,6 +20,7 @@ from rung.graphs.memory_account import MemoryAccount
 from rung.graphs.memory_budget import MemoryBudget
 from rung.graphs.program import ReplayProgram
 from rung.graphs.ranges import Ranges
+from rung.graphs.repeats import BreakRepeats
 from rung.graphs.wanted import Wanted
 
 Order = Literal["largest_first", "given"]
@@ -51,6 +52,7 @@ class Capturing:
         self.account = MemoryAccount(budget, backend.executable_cost)
         self.wanted = Wanted()
         self.pool: GraphPool | None = None
+        self.repeats = BreakRepeats(counters)
         self.generators = tuple(generators)
         self._backend = backend
         self._plan_of = plan_of
@@ -121,6 +123,7 @@ class Capturing:
         if self.programs:
             self._backend.synchronize()  # a graph may still be running, and its memory is about to be somebody else's
         self._drop_programs()
+        self.repeats.memory.release()
         self._watched.clear()
         self._warm.clear()
         self.failed.difference_update(self.account.trimmed)
@@ -142,13 +145,13 @@ class Capturing:
             others_before = pool.executable_bytes()
             clock.lap("account")
             try:
-                program = capture_program(plan, self._backend, pool, descriptor, inputs, self.generators, watch=watch)
+                program = capture_program(plan, self._backend, pool, descriptor, inputs, self.generators, watch=watch, repeats=self.repeats)
             except CaptureError:
                 if watch:
                     raise
                 # Another run may name the line, or load what was not there yet; what fails again is refused.
                 warm_up(plan, self._backend.device, descriptor, inputs, self.generators)
-                program = capture_program(plan, self._backend, pool, descriptor, inputs, self.generators)
+                program = capture_program(plan, self._backend, pool, descriptor, inputs, self.generators, repeats=self.repeats)
             self._watched.add(kind)
             if descriptor.mode is GraphMode.PIECEWISE:
                 self._warm.add(descriptor.num_tokens)

@@ -220,7 +220,7 @@ class GraphManager:
 
     def memory(self) -> MemoryReport:
         """Measured and predicted bytes by descriptor."""
-        buffer_bytes = sum(buffer.nbytes for buffer in self._buffers())
+        buffer_bytes = sum(buffer.nbytes for buffer in self._buffers()) + self._captures.repeats.memory.nbytes
         return self._captures.account.report(self.pool_bytes, buffer_bytes, self.backend.why_no_nodes())
 
     def program(self, descriptor: Descriptor) -> ReplayProgram:

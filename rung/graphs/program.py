@@ -12,6 +12,7 @@ from rung.errors import CaptureError
 from rung.graphs.backends.base import CapturedGraph, NodeCounts
 from rung.graphs.descriptor import Descriptor
 from rung.graphs.outputs import describe
+from rung.graphs.repeats import BreakRepeats, Change, ProgramRepeats, Run
 
 
 class GraphLaunch:
@@ -27,15 +28,17 @@ class GraphLaunch:
 
 class PreboundBreak:
     """Calls a break with the arguments of the capture. Later graphs read its outputs where the capture put them, so fresh ones are copied
-    there; an output that lies there already (an out-argument, a buffer of the break's own) is left alone."""
+    there; an output that lies there already (an out-argument, a buffer of the break's own) is left alone. `attention` is the call of a
+    break that is one of our attention."""
 
-    __slots__ = ("_arguments", "_call", "_outputs", "name")
+    __slots__ = ("_arguments", "_call", "_outputs", "attention", "name")
 
     def __init__(self, step: BoundStep, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
         self.name = step.name
         self._call = step.call
         self._arguments = tuple(arguments)
         self._outputs = tuple(outputs)
+        self.attention = None if step.attention is None else step.attention(self._arguments)
 
     def run(self) -> None:
         fresh = self._call(list(self._arguments))
@@ -71,14 +74,29 @@ class PreboundBreak:
 
 class ReplayProgram:
     """One descriptor's actions and where its outputs land. Holds strongly what the graphs read outside of their pool, so that a
-    replay never reads freed memory. Not thread-safe: the manager's lock covers it."""
+    replay never reads freed memory. With `repeats` attention breaks run as launches where nothing else is left to decide. Not thread-safe:
+    the manager's lock covers it."""
 
-    def __init__(self, descriptor: Descriptor, actions: Sequence[GraphLaunch | PreboundBreak], outputs: Sequence[Any], keep: Sequence[Any]):
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        actions: Sequence[GraphLaunch | PreboundBreak],
+        outputs: Sequence[Any],
+        keep: Sequence[Any],
+        repeats: BreakRepeats | None = None,
+    ) -> None:
         self.descriptor = descriptor
         self.actions = tuple(actions)
         self.outputs = tuple(outputs)
         self._keep = tuple(keep)
-        self._runs: tuple[Callable[[], None], ...] = tuple(action.run for action in self.actions)
+        self._changes: list[Change] = []
+        self._runs: tuple[Run, ...] = tuple(action.run for action in self.actions)
+        calls = {
+            index: action.attention
+            for index, action in enumerate(self.actions)
+            if isinstance(action, PreboundBreak) and action.attention is not None
+        }
+        self._repeats = ProgramRepeats(self._runs, calls, repeats) if repeats is not None and calls else None
 
     @property
     def launches(self) -> int:
@@ -93,16 +111,36 @@ class ReplayProgram:
         return sum(known, NodeCounts()) if len(known) == len(counts) else None
 
     def replay(self) -> None:
-        if len(self._runs) == 1:  # one graph: nothing runs on the host
+        if len(self.actions) == 1 == len(self._runs):  # one graph: nothing runs on the host
             self._runs[0]()
             return
         with torch.no_grad():
+            if self._repeats is not None:
+                self._repeats.replay(self._changed)
+                return
             for run in self._runs:
                 run()
 
-    def wrap(self, change: Callable[[Sequence[Callable[[], None]]], Sequence[Callable[[], None]]]) -> None:
-        """Replace what a replay calls, for tools that look on."""
-        self._runs = tuple(change(self._runs))
+    def wrap(self, change: Change) -> Callable[[], None]:
+        """Replace what a replay calls, for tools that look on; what is returned undoes it."""
+        self._changes.append(change)
+        self._renew()
+
+        def undo() -> None:
+            self._changes.remove(change)
+            self._renew()
+
+        return undo
+
+    def _renew(self) -> None:
+        self._runs = self._changed([action.run for action in self.actions])
+        if self._repeats is not None:
+            self._repeats.forget()
+
+    def _changed(self, runs: Sequence[Run]) -> tuple[Run, ...]:
+        for change in self._changes:
+            runs = change(runs)
+        return tuple(runs)
 
     def release(self) -> None:
         """Free the graphs; the program cannot be replayed any more."""
@@ -110,3 +148,4 @@ class ReplayProgram:
             if isinstance(action, GraphLaunch):
                 action.graph.release()
         self.actions = self.outputs = self._keep = self._runs = ()
+        self._repeats = None

@@ -12,6 +12,7 @@ from rung.launch.image import KernelImage, Parameter, Scratch
 from rung.launch.kernel import LoadedKernel, PreboundKernel, torch_scratch
 from rung.launch.piece_runtime import PieceRuntime, run_source
 from rung.launch.program import Program, ProgramConfig, ProgramKernel
+from rung.launch.record import LaunchRecord, Workspace, record_launches, workspace
 from rung.launch.rehearsal import Built, Rehearsal, capability_of, current_rehearsal, multiprocessors, rehearse_launches
 from rung.launch.triton_export import export_triton
 from rung.launch.triton_launcher import TritonLauncher, launch_road, watched_launches
@@ -25,6 +26,7 @@ __all__ = [
     "FirstConfig",
     "KernelImage",
     "LaunchAttributes",
+    "LaunchRecord",
     "LoadedKernel",
     "MeasuredChoices",
     "Parameter",
@@ -36,14 +38,17 @@ __all__ = [
     "Rehearsal",
     "Scratch",
     "TritonLauncher",
+    "Workspace",
     "capability_of",
     "current_rehearsal",
     "export_triton",
     "launch_road",
     "multiprocessors",
+    "record_launches",
     "rehearse_launches",
     "run_source",
     "torch_scratch",
     "watched_launches",
     "why_no_nvrtc",
+    "workspace",
 ]

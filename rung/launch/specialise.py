@@ -85,7 +85,8 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
 
     The key holds dtypes, devices and alignment of tensors, specialised integers as they are, constexprs and options; other numbers are not
     looked at before they are packed. `names` must give `find(key)`, `miss(key, values, constants, options)`, `current_device()`,
-    `current_stream(ordinal)`, `elsewhere(ordinal, entry, grid)` for another device than the current one, and
+    `current_stream(ordinal)`, `record()` for the `LaunchRecord` that wants to know of the launch, or None,
+    `elsewhere(ordinal, entry, grid)` for another device than the current one, and
     `refused(ordinal, grid, entry, values, constants, options)` for numbers that do not fit the entry's parameters or a grid. An entry has
     `lock`, `pack_into`, `bytes` and `launch(x, y, z, stream)`."""
     arguments = [p for p in parameters if not p.constexpr]
@@ -132,6 +133,8 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
         f"            _entry.pack_into(_entry.bytes, 0, {', '.join(packed)})",
         "            if _device == _current_device():",
         "                _entry.launch(_x, _y, _z, _current_stream(_device))",
+        "                if (_written := _record()) is not None:",
+        "                    _written.bound(_entry, (_x, _y, _z), _device, _current_stream)",
         "            else:",
         "                _elsewhere(_device, _entry, _grid)",
         "    except _misfits:",

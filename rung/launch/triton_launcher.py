@@ -16,6 +16,7 @@ from rung.launch.grid import checked_grid
 from rung.launch.image import GLOBAL_SCRATCH, PROFILE_SCRATCH, KernelImage, Parameter
 from rung.launch.kernel import LoadedKernel, launch_attributes
 from rung.launch.packing import ParameterBuffer
+from rung.launch.record import current_record, run_recorded
 from rung.launch.rehearsal import GATE, current_rehearsal
 from rung.launch.specialise import OPTIONS, generate_run, specialise
 from rung.launch.triton_images import TritonImages
@@ -54,8 +55,8 @@ class TritonLauncher:
         self._driver, self._store, self._road = driver, store, road
         self._lock = threading.RLock()
         self._taken: Callable[..., None] | None = None  # the road, once it was chosen
-        self._by_key: dict[Any, _Entry] = {}
-        self._by_image: dict[Any, _Entry] = {}
+        self._by_key: dict[Any, Entry] = {}
+        self._by_image: dict[Any, Entry] = {}
 
     @functools.cached_property
     def images(self) -> TritonImages:
@@ -83,6 +84,8 @@ class TritonLauncher:
         """Choose the road, and become it; in a rehearsal no road is taken, and nobody becomes one."""
         rehearsal = current_rehearsal.get()
         if rehearsal is not None:
+            if (record := current_record.get()) is not None:
+                record.refuse("launches were rehearsed")
             if all(grid):
                 rehearsal.launch(self, values, named)
             return
@@ -108,12 +111,15 @@ class TritonLauncher:
                 f"{self.name} is CUDA C++, which Triton cannot launch ({self.road})", hint="pip install cuda-bindings"
             )
 
-        def run(grid: tuple[int, int, int], *values: Any, **named: Any) -> None:
+        def launch(grid: tuple[int, int, int], values: Sequence[Any], named: Mapping[str, Any]) -> None:
             watch = watched_launches.get()
             if watch is None:
                 kernel[grid](*values, **named)
             else:
                 watch(kernel, grid, values, named)
+
+        def run(grid: tuple[int, int, int], *values: Any, **named: Any) -> None:
+            run_recorded(functools.partial(launch, grid, values, named))
 
         return run
 
@@ -129,10 +135,11 @@ class TritonLauncher:
                 "elsewhere": self._elsewhere,
                 "current_device": current_device,
                 "current_stream": current_stream,
+                "record": current_record.get,
             },
         )
 
-    def _miss(self, key: tuple[Any, ...], values: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]) -> _Entry:
+    def _miss(self, key: tuple[Any, ...], values: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]) -> Entry:
         with self._lock:
             entry = self._entry(values, constants, options)
             if len(self._by_key) >= _MAX_KEYS:
@@ -140,7 +147,7 @@ class TritonLauncher:
             self._by_key[key] = entry
             return entry
 
-    def _entry(self, values: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]) -> _Entry:
+    def _entry(self, values: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]) -> Entry:
         """The loaded kernel for these arguments, which all lie on one CUDA device."""
         ordinals = {value.get_device() for value in values if hasattr(value, "get_device")}
         if len(ordinals) > 1 or -1 in ordinals:
@@ -152,14 +159,14 @@ class TritonLauncher:
         if identity not in self._by_image:
             image = self.images.image(specialisation, options, self.driver.capability(ordinal))
             arguments = [p.name for p in self.parameters if not p.constexpr]
-            self._by_image[identity] = _Entry(LoadedKernel(image, ordinal, self.driver), arguments)
+            self._by_image[identity] = Entry(LoadedKernel(image, ordinal, self.driver), arguments)
         return self._by_image[identity]
 
     def _refused(
         self,
         ordinal: int,
         grid: tuple[int, int, int],
-        entry: _Entry,
+        entry: Entry,
         values: Sequence[Any],
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
@@ -176,13 +183,15 @@ class TritonLauncher:
             wider.buffer.set_all(numbers)
             self._elsewhere(ordinal, wider, grid)
 
-    def _elsewhere(self, ordinal: int, entry: _Entry, grid: tuple[int, int, int]) -> None:
-        """Launch on a device that need not be the current one."""
+    def _elsewhere(self, ordinal: int, entry: Entry, grid: tuple[int, int, int]) -> None:
+        """Launch on a device that need not be the current one, or numbers of another image than the key's."""
+        if (record := current_record.get()) is not None:
+            record.refuse(f"a launch of {self.name} on another device, or with numbers of 64 bits")
         with self.driver.device(ordinal):
             entry.launch(*grid, self.driver.stream_calls()[1](ordinal))
 
 
-class _Entry:
+class Entry:
     """One specialisation on one device: the loaded kernel, its parameter bytes, its lock. Every argument of the kernel has a place in the
     bytes, so that packing is the same for all specialisations; the table lists those that the machine code takes."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from rung.attention.layer import attention
 from rung.compile.bound import Capture
-from rung.compile.breaks import _implementation, break_call, break_capture, parts
+from rung.compile.breaks import _implementation, attention_of, break_call, break_capture, parts
 from rung.compile.plan import OpCall, Step
 from tests.compile import cases
 
@@ -108,3 +109,33 @@ def test_parts_do_together_what_the_break_does() -> None:
     for part in cut:
         given.update(zip(part.outputs, break_call(part)([given[number] for number in part.inputs]), strict=True))
     assert all(torch.equal(given[number], tensor) for number, tensor in zip(whole.outputs, wanted, strict=True))
+
+
+def test_a_call_of_attention_is_bound_from_the_inputs_of_its_break() -> None:
+    named = {"written": value(9), "fresh": {"constant": True}}
+    call = OpCall("rung::attention.default", (value(4), value(2), value(3), value(7), {"constant": "layers.0"}), named, ())
+    bind = attention_of(step(call, inputs=(2, 3, 4, 7, 9), outputs=()))
+    assert bind is not None
+    key, val, query, out, written = (torch.empty(1) for _ in range(5))
+    bound = bind([key, val, query, out, written])
+    assert (bound.layer, bound.fresh, bound.out_scale) == ("layers.0", True, None)
+    assert all(a is b for a, b in ((bound.query, query), (bound.key, key), (bound.value, val), (bound.out, out), (bound.written, written)))
+
+
+def test_other_breaks_are_no_call_of_attention() -> None:
+    call = OpCall("rung::attention", (value(0), value(0), value(0), value(0), {"constant": "a"}), {}, ())
+    other = OpCall("rungtest::double", (value(0),), {}, (1,))
+    assert attention_of(step(call, inputs=(0,), outputs=())) is not None
+    assert attention_of(step(other, inputs=(0,), outputs=(1,))) is None
+    assert attention_of(step(call, call, inputs=(0,), outputs=())) is None
+    assert attention_of(step(call, inputs=(), outputs=())) is None
+
+
+def test_a_call_of_attention_stays_alone() -> None:
+    call = OpCall("rung::attention", (value(0), value(0), value(0), value(0), {"constant": "a"}), {}, ())
+    other = OpCall("rungtest::write", (value(0), value(0)), {}, ())
+    cut = parts(step(other, call, replace(call), other, inputs=(0,), outputs=()))
+    assert [[one.target for one in part.calls] for part in cut] == [
+        ["rungtest::write"], ["rung::attention"], ["rung::attention"], ["rungtest::write"],
+    ]  # fmt: skip
+    assert [attention_of(part) is not None for part in cut] == [False, True, True, False]

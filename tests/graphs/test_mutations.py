@@ -263,10 +263,10 @@ def program_of_another_size(patch: Patch) -> None:
     init = ReplayProgram.__init__
     last: list[Any] = []
 
-    def shared(self: ReplayProgram, descriptor: Descriptor, actions: Sequence[Any], outputs: Sequence[Any], keep: Sequence[Any]) -> None:
+    def shared(self: ReplayProgram, descriptor: Descriptor, actions: Sequence[Any], outputs: Sequence[Any], *rest: Any) -> None:
         last.append(outputs)
         same = [o for o in last if len(o) == len(outputs) and all(a.shape == b.shape for a, b in zip(o, outputs, strict=True))]
-        init(self, descriptor, actions, same[0], keep)
+        init(self, descriptor, actions, same[0], *rest)
 
     patch.setattr(ReplayProgram, "__init__", shared)
 

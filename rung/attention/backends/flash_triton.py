@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -55,3 +55,9 @@ class FlashTriton(TritonPaged):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata
     ) -> None:
         self.forward(query, cache, out, metadata)
+
+    def launch_key(
+        self, query: torch.Tensor, key: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, *, fresh: bool
+    ) -> Hashable | None:
+        """Decodes alone: the library's work is its own."""
+        return super().launch_key(query, key, cache, metadata, fresh=False) if metadata.max_query_len == 1 else None

@@ -9,7 +9,9 @@ from rung.attention.base import AttentionSpec, BatchBounds
 
 MAX_SPLITS = 64
 _TRIED_SMALL = 4096  # the longest requests for which programs of one warp were tried; beyond, bytes bound and the larger ones were measured
-_KEYS_A_SPLIT = 128  # a smaller share is not worth its part of the reduce
+KEYS_A_SPLIT = (
+    128  # a smaller share is not worth its part of the reduce; other lengths at which a plan for decodes changes are multiples of it
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ def plan_launch(
         block_n, num_warps, num_stages = (32, 1, 2) if kept_size > 1 else (16, 1, 4)
     block_n = max(16, min(block_n, 8192 // columns) * 2 // element_size)
     reach = max_seq_len if spec.sliding_window is None else min(max_seq_len, spec.sliding_window + block_q)
-    splits = max(1, min(room // programs, -(-reach // _KEYS_A_SPLIT), MAX_SPLITS))
+    splits = max(1, min(room // programs, -(-reach // KEYS_A_SPLIT), MAX_SPLITS))
     return Launch(block_q=block_q, block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=num_stages)
 
 

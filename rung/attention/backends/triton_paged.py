@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
 import torch
 
 from rung.attention.backends.decode_attention import decode_attention, plan_decode, why_not_decode
-from rung.attention.backends.launch_plan import MAX_SPLITS, Launch, invariant_launch, padded, plan_launch, query_blocks, rehearsal_batches
+from rung.attention.backends.launch_plan import (
+    KEYS_A_SPLIT,
+    MAX_SPLITS,
+    Launch,
+    invariant_launch,
+    padded,
+    plan_launch,
+    query_blocks,
+    rehearsal_batches,
+)
 from rung.attention.backends.rotary_write import launches_early, rotate_and_write_triton
 from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
 from rung.attention.rotation import Rotation
 from rung.errors import ConfigError
-from rung.launch import TritonLauncher, multiprocessors
+from rung.launch import TritonLauncher, multiprocessors, workspace
 from rung.torch_compat import triton_interpreted
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -160,6 +169,15 @@ class TritonPaged(AttentionBackend):
         else:
             self._attend_cache(query, cache, out, metadata, scale)
 
+    def launch_key(
+        self, query: torch.Tensor, key: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, *, fresh: bool
+    ) -> Hashable | None:
+        if metadata.max_query_len == 1:
+            return -(-metadata.max_seq_len // KEYS_A_SPLIT), self.launch  # plans for decodes change at multiples of it alone
+        given = fresh and not self.batch_invariant and metadata.only_first_chunks
+        keys, block_size = (key, 0) if given else (cache.key, cache.block_size)
+        return given, self.launch or self._plan(query, keys, metadata, block_size)
+
     def _attend_cache(
         self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata, out_scale: torch.Tensor | None
     ) -> None:
@@ -252,8 +270,7 @@ class TritonPaged(AttentionBackend):
         if splits == 1:
             return query, query
         shape = (*query.shape[:2], splits)
-        scales = torch.empty(shape, dtype=torch.float32, device=query.device)
-        return scales, torch.empty((*shape, query.shape[2]), dtype=torch.float32, device=query.device)
+        return workspace(shape, torch.float32, query.device), workspace((*shape, query.shape[2]), torch.float32, query.device)
 
 
 def _widens(query: torch.Tensor, values: torch.Tensor) -> bool:

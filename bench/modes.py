@@ -1,0 +1,112 @@
+"""Decode steps of one engine in several graph modes, and where the host's time of each goes.
+
+    python -m bench.modes --target llama-8b --sizes 8         # a GPU
+    python -m bench.modes --sizes 1,8 --modes full,piecewise,none
+
+A step in the steady state: the difference between a long and a short generation over the number of steps, without timers; then the same
+decode under `bench.host_profile`. The last table has a column for each mode: launches of graphs, attention breaks and the launches in them,
+and what runs outside of graphs. `alone` is the step when nothing of the next one is enqueued before its tokens are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bench.engine import draw, measure, profile_host
+from bench.host_profile import show
+from rung.cli.assembly import open_decoder
+from rung.cli.options import resolve_device, resolve_dtype
+from rung.graphs import GraphMode
+from rung.runner import Engine, ModelRunner, RunnerConfig, SamplingParams, build_engine
+
+
+@contextmanager
+def best_mode(runner: ModelRunner, mode: str) -> Iterator[None]:
+    """Inside, no step runs in a better mode."""
+    forward: Any = runner.forward
+    forward.dispatch = functools.partial(type(forward).dispatch, forward, best=GraphMode(mode))
+    try:
+        yield
+    finally:
+        del forward.dispatch
+
+
+def alone(engine: Engine, requests: int, context: int, tokens: int, vocab: int) -> float:
+    """Median ms of a decode step from the plan to its tokens on the host, on an idle device."""
+    config = engine.scheduler.config
+    wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    for prompt in draw(random.Random(requests), requests, context, vocab):
+        engine.add_request(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    times, kept = [], config.steps_in_flight
+    object.__setattr__(config, "steps_in_flight", 1)  # frozen for its users; the engine asks before each step
+    try:
+        while engine.scheduler.has_unfinished:
+            wait()
+            start = time.perf_counter()
+            engine.step()
+            times.append((time.perf_counter() - start) * 1e3)
+    finally:
+        object.__setattr__(config, "steps_in_flight", kept)
+    return sorted(times)[len(times) // 2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--sizes", default="8")
+    parser.add_argument("--modes", default="full,piecewise", help="of full, piecewise, none")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--short", type=int, default=16)
+    parser.add_argument("--long", type=int, default=112)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--attention", default="auto", help="the attention backend")
+    arguments = parser.parse_args()
+    sizes, modes = [int(size) for size in arguments.sizes.split(",")], arguments.modes.split(",")
+    device = resolve_device("auto")
+    decoder = open_decoder(arguments.target, resolve_dtype("auto", device), device, shapes=True)
+    vocab, limit = decoder.config.vocab_size, min(4096, decoder.config.max_position_embeddings)
+    config = RunnerConfig(
+        max_num_requests=max(sizes),
+        max_num_tokens=max(2048, max(sizes)),
+        max_model_len=limit,
+        num_blocks=max(sizes) * -(-(arguments.context + arguments.long) // 16) + -(-limit // 16) + 1,
+        graphs="full_and_piecewise",
+        capture_sizes=tuple(sorted(sizes)),
+        prefix_cache=False,
+        attention_backend=arguments.attention,
+        freeze_heap=True,
+    )
+    engine, runner, start = build_engine(decoder.module, config)
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.seconds.items())
+    print(f"{arguments.target}: {phases}; attention {start.attention}", flush=True)
+    columns = []
+    for size in sizes:
+        found = {}
+        for mode in modes:
+            with best_mode(runner, mode):
+                row = measure(engine, vocab, size, arguments.context, arguments.short, arguments.long, arguments.rounds)
+                one = alone(engine, size, arguments.context, arguments.long, vocab)
+                profile = profile_host(engine, runner, vocab, size, arguments.context, arguments.long)
+            found[mode] = row["step_ms"], one
+            spread = f"({row['min_ms']:.3f} to {row['max_ms']:.3f})"
+            print(f"B={size} {mode}: {row['step_ms']:.3f} ms a step {spread}, alone {one:.3f}", flush=True)
+            columns.append((f"B={size} {mode[:5]}", profile))
+        if {"full", "piecewise"} <= set(modes):
+            ratios = [a / b for a, b in zip(found["piecewise"], found["full"], strict=True)]
+            print(f"B={size} piecewise / full: {ratios[0]:.3f} a step, {ratios[1]:.3f} alone")
+    show("host us a step", columns)
+    counted = runner.counters.snapshot()
+    print("; ".join(f"{name} {count}" for name, count in sorted(counted.items()) if name.startswith(("step.", "break"))))
+    engine.executor.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Launches written down while they run, and repeated later without the Python that made them.
+
+For code that launches the same kernels with the same numbers at the same addresses step after step: what it costs the host is not the
+launch (2 to 3 us) but what decides about it. Whoever repeats a record has to know that nothing else decides.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from rung.torch_compat import no_dispatch_modes
+
+if TYPE_CHECKING:
+    import torch
+
+    from rung.launch.triton_launcher import Entry
+
+# The record that launches of this context are written into.
+current_record: ContextVar[LaunchRecord | None] = ContextVar("rung_launch_record", default=None)
+
+Repeat = Callable[[], None]
+
+
+class Workspace:
+    """Memory that kernels of one break hand to each other, the same for all breaks that share this object: they run one after another on
+    the device. It only grows, since records go on to write to what they were given."""
+
+    def __init__(self) -> None:
+        self._memory: list[torch.Tensor] = []
+        self._used = 0
+        self._lent: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}  # by (place in the newest memory, shape, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        return sum(one.nbytes for one in self._memory)
+
+    def begin(self) -> None:
+        """A break begins: what the one before it was given is free."""
+        self._used = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous tensor of undefined values, until the next `begin`."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        wanted = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if not self._memory or self._used + wanted > self._memory[-1].nbytes:
+            self._grow(wanted, device)
+        place = (self._used, tuple(shape), dtype)
+        self._used += wanted
+        if place not in self._lent:
+            with no_dispatch_modes():  # this is no work of the break's
+                self._lent[place] = self._memory[-1][place[0] : place[0] + num_bytes].view(dtype).view(*shape)
+        return self._lent[place]
+
+    def _grow(self, num_bytes: int, device: torch.device) -> None:
+        import torch
+
+        twice = 2 * self._memory[-1].nbytes if self._memory else 0
+        with no_dispatch_modes():
+            self._memory.append(torch.empty(max(num_bytes, twice), dtype=torch.uint8, device=device))
+        self._lent.clear()
+        self._used = 0
+
+    def release(self) -> None:
+        """Give the memory back. Nobody repeats a record that was given some."""
+        self._memory.clear()
+        self._lent.clear()
+        self._used = 0
+
+
+_ALIGNMENT = 256
+
+
+class LaunchRecord:
+    """What launchers launched in this context while it was the current record. `why_not` says why it cannot be repeated, if so."""
+
+    def __init__(self, memory: Workspace) -> None:
+        memory.begin()
+        self.memory = memory
+        self.why_not: str | None = None
+        self._bound: list[tuple[Any, ...]] = []
+        self._called: list[Repeat] = []
+        self._stream_of: Callable[[int], int] | None = None
+        self._ordinal = -1
+
+    def __len__(self) -> int:
+        return len(self._bound) + len(self._called)
+
+    def refuse(self, why: str) -> None:
+        """Say that something ran that a repetition would leave out."""
+        self.why_not = self.why_not or why
+
+    def bound(self, entry: Entry, grid: tuple[int, int, int], ordinal: int, stream_of: Callable[[int], int]) -> None:
+        """A launch on the current device; the parameters lie in the entry, whose lock the caller holds."""
+        if self._called or (self._bound and ordinal != self._ordinal):
+            self.refuse("launches on two devices, or by two launchers")
+        data = bytes(entry.bytes)
+        self._ordinal, self._stream_of = ordinal, stream_of
+        self._bound.append((entry.lock, struct.Struct(f"{len(data)}s").pack_into, entry.bytes, data, entry.launch, *grid))
+
+    def called(self, run: Repeat) -> None:
+        """A launch by a launcher that is not ours."""
+        if self._bound:
+            self.refuse("launches by two launchers")
+        self._called.append(run)
+
+    def repeat(self) -> Repeat:
+        """A function that enqueues the launches again, on the stream that is current then."""
+        if self._called:
+            return _in_order(tuple(self._called))
+        launches, stream_of, ordinal = tuple(self._bound), self._stream_of, self._ordinal
+        if stream_of is None:
+            return _in_order(())
+        current_stream = stream_of
+
+        def run() -> None:
+            stream = current_stream(ordinal)
+            for lock, pack_into, target, data, launch, x, y, z in launches:
+                with lock:
+                    pack_into(target, 0, data)
+                    launch(x, y, z, stream)
+
+        return run
+
+
+def _in_order(runs: Sequence[Repeat]) -> Repeat:
+    def run() -> None:
+        for one in runs:
+            one()
+
+    return run
+
+
+@contextmanager
+def record_launches(memory: Workspace) -> Iterator[LaunchRecord]:
+    """Launches of this context inside are launched and written down."""
+    record = LaunchRecord(memory)
+    token = current_record.set(record)
+    try:
+        yield record
+    finally:
+        current_record.reset(token)
+
+
+def workspace(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that one kernel of a break writes for the next one: the allocator's, or what a record keeps for its repetitions."""
+    record = current_record.get()
+    if record is not None:
+        return record.memory.take(shape, dtype, device)
+    import torch
+
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def run_recorded(run: Repeat) -> None:
+    """Run a launch of another launcher, and write it down where somebody records."""
+    record = current_record.get()
+    if record is None:
+        run()
+        return
+    with no_dispatch_modes():  # what Triton's interpreter does with the arguments is not the break's work
+        run()
+    record.called(run)

@@ -1,0 +1,162 @@
+"""Launches written down and repeated, over a driver that records what it is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from rung.cache import Store
+from rung.launch import TritonLauncher, Workspace, record_launches, workspace
+from rung.launch.record import current_record
+from rung.torch_compat import TorchDispatchMode
+from tests.launch.fakes import FakeDriver, FakeTensor
+from tests.launch.test_triton_launcher import MODULE, FakeImages
+
+X, OUT = FakeTensor(4096), FakeTensor(8192)
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def launcher(driver: FakeDriver, tmp_path: Path) -> TritonLauncher:
+    found = TritonLauncher(MODULE, "scale_kernel", driver=driver, road="prebound")
+    found.__dict__["images"] = FakeImages(driver, Store(tmp_path))
+    return found
+
+
+def test_a_repetition_launches_what_was_launched(launcher: TritonLauncher, driver: FakeDriver) -> None:
+    with record_launches(Workspace()) as record:
+        launcher.run((5, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+        launcher.run((6, 2, 1), OUT, X, 8, 3, 1.5, BLOCK=64)  # the same image, so the same parameter bytes
+        launcher.run((5, 1, 1), X, OUT, 7, 1, 0.5, BLOCK=64)
+    assert (len(record), record.why_not) == (3, None)
+    repeat = record.repeat()
+    launcher.run((9, 1, 1), FakeTensor(64), OUT, 1, 3, 9.0, BLOCK=64)  # leaves its own in them
+    first = driver.launches[:3]
+    driver.launches.clear()
+    repeat()
+    assert driver.launches == first
+
+
+def test_a_repetition_is_for_the_stream_of_its_time(launcher: TritonLauncher, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [5]
+    monkeypatch.setattr(driver, "stream_calls", lambda: (lambda: 0, lambda ordinal: streams[0]))
+    with record_launches(Workspace()) as record:
+        launcher.run((5, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+    streams[0] = 6
+    record.repeat()()
+    assert [one.stream for one in driver.launches] == [5, 6]
+
+
+def test_nothing_is_written_down_elsewhere(launcher: TritonLauncher) -> None:
+    with record_launches(Workspace()) as record:
+        thread = Thread(target=launcher.run, args=((5, 1, 1), X, OUT, 7, 3, 0.5), kwargs={"BLOCK": 64})
+        thread.start()
+        thread.join()
+    launcher.run((5, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+    assert len(record) == 0
+    assert current_record.get() is None
+
+
+REFUSED = {
+    "another device": ((FakeTensor(4096, ordinal=1), FakeTensor(8192, ordinal=1), 7, 3, 0.5),),
+    "numbers that became wider": ((X, OUT, 7, 3, 0.5), (X, OUT, 2**31, 3, 0.5)),
+}
+
+
+@pytest.mark.parametrize("calls", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_repeated_is_launched_and_said(launcher: TritonLauncher, driver: FakeDriver, calls: Any) -> None:
+    with record_launches(Workspace()) as record:
+        for arguments in calls:
+            launcher.run((5, 1, 1), *arguments, BLOCK=64)
+    assert len(driver.launches) == len(calls)
+    assert record.why_not is not None
+
+
+def test_launches_of_two_devices_are_no_record(launcher: TritonLauncher, driver: FakeDriver) -> None:
+    with record_launches(Workspace()) as record:
+        launcher.run((5, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+        driver.current = 1
+        launcher.run((5, 1, 1), FakeTensor(4096, ordinal=1), FakeTensor(8192, ordinal=1), 7, 3, 0.5, BLOCK=64)
+    assert record.why_not is not None
+    assert "two devices" in record.why_not
+
+
+def test_tritons_own_launcher_is_repeated_with_its_arguments() -> None:
+    launched: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *values, **named: launched.append((grid, values, named))
+
+    launcher = TritonLauncher(MODULE, "scale_kernel", road="triton: a test")
+    launcher.__dict__["images"] = type("Images", (), {"kernel": lambda self: Kernel()})()
+    with record_launches(Workspace()) as record:
+        launcher.run((5, 1, 1), X, OUT, BLOCK=64)
+    record.repeat()()
+    assert launched == [((5, 1, 1), (X, OUT), {"BLOCK": 64})] * 2
+
+
+def test_a_break_that_launches_nothing_repeats_nothing() -> None:
+    with record_launches(Workspace()) as record:
+        pass
+    assert record.why_not is None
+    record.repeat()()
+
+
+def test_workspaces_of_breaks_lie_over_each_other_and_those_of_one_do_not() -> None:
+    memory, place = Workspace(), (torch.float32, torch.device("cpu"))
+    with record_launches(memory):
+        big, first = workspace((100, 3), *place), workspace((4,), *place)
+    with record_launches(memory):
+        second = workspace((100, 3), *place)
+    assert (big.shape, big.dtype, big.is_contiguous()) == ((100, 3), torch.float32, True)
+    assert first.data_ptr() >= big.data_ptr() + big.nbytes or first.data_ptr() + first.nbytes <= big.data_ptr()
+    with record_launches(memory):
+        again = workspace((4,), *place)
+    assert again.data_ptr() == second.data_ptr()
+    held = memory.nbytes
+    for _ in range(50):
+        with record_launches(memory):
+            workspace((100, 3), *place)
+            workspace((4,), *place)
+    assert memory.nbytes == held
+
+
+def test_memory_that_was_lent_is_kept_and_larger_one_is_added() -> None:
+    memory, place = Workspace(), (torch.float32, torch.device("cpu"))
+    with record_launches(memory):
+        small = workspace((64,), *place)
+    small.fill_(1)
+    with record_launches(memory):
+        workspace((640,), *place).fill_(2)
+    assert small.eq(1).all()
+    assert memory.nbytes == 256 + 2560
+    memory.release()
+    assert memory.nbytes == 0
+
+
+def test_a_workspace_outside_of_a_record_is_the_allocators_own() -> None:
+    first, second = (workspace((4, 2), torch.float32, torch.device("cpu")) for _ in range(2))
+    assert first.shape == (4, 2)
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_a_mode_that_looks_for_other_work_does_not_see_workspaces() -> None:
+    seen: list[Any] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with record_launches(Workspace()), Look():  # type: ignore[no-untyped-call]
+        workspace((4, 2), torch.float32, torch.device("cpu"))
+    assert seen == []

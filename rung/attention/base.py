@@ -197,6 +197,21 @@ class AttentionBackend(ABC):
         (same shape). This step's `write_kv` or `rotate_and_write` has run before. Row t of request i has position
         seq_lens[i] - query_len(i) + t."""
 
+    def rotate_and_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        cache: KVCache,
+        out: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_scale: torch.Tensor | None = None,
+    ) -> bool:
+        """`rotate_and_write` and `forward`, or with `out_scale` `forward_quantised`, in one kernel, without the rotated queries in memory.
+        False: nothing was done, because the backend has no such kernel for this batch."""
+        return False
+
     def forward_given_keys(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata
     ) -> None:

@@ -103,6 +103,36 @@ def attention(
         module.backend.forward(query, cache, out, metadata)
 
 
+def rotate_and_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotated: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layer: str,
+    query_weight: torch.Tensor | None = None,
+    key_weight: torch.Tensor | None = None,
+    epsilon: float = 0.0,
+    offset: float = 0.0,
+    *,
+    given: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    fresh: bool = False,
+    out_scale: torch.Tensor | None = None,
+) -> None:
+    """`rotate_and_write` and the `attention` of what it rotated (`given` are the keys and values of that call), for code that reads
+    `rotated` nowhere else: where the backend does both at once it is not written."""
+    module, cache, metadata = _lookup(layer)
+    assert module.backend is not None
+    rotation = Rotation(cos=cos, sin=sin, query_weight=query_weight, key_weight=key_weight, epsilon=epsilon, offset=offset)
+    joined = get_forward_context().joins_rotation
+    if joined and module.backend.rotate_and_attend(query, key, value, rotation, cache, out, metadata, out_scale):
+        return
+    module.backend.rotate_and_write(query, key, value, rotation, rotated, cache, metadata.slot_mapping)
+    attention(rotated, *given, out, layer, None, fresh, out_scale)
+
+
 def _rehearsed(run: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
     """`shapes` on tensors without memory; in a rehearsal after what the device would run, so that its kernels are known."""
 

@@ -64,9 +64,9 @@ class BoundPlan(Protocol):
         """Run everything now; returns the user's output structure."""
         ...
 
-    def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
+    def run_steps(self, inputs: Sequence[Any], runner: StepRunner, *, joined: bool = False) -> list[Any]:
         """Walk the steps in order, calling `runner(step, arguments)` for each, dropping every value after its last use; returns the flat
-        outputs (tensors and ints) of the graph."""
+        outputs (tensors and ints) of the graph. `joined`: calls that may be one kernel stay one break, where `steps` has them apart."""
         ...
 
     def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:

@@ -6,25 +6,24 @@ An op called through the dispatcher costs 2 us, a direct call 0.1: a Llama of 32
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 
 from rung.attention import AttentionCall
-from rung.attention.layer import attention, kv_cache_write, rotate_and_write
+from rung.attention.layer import attention, kv_cache_write, rotate_and_attend, rotate_and_write
 from rung.compile.bound import Capture
 from rung.compile.generated import Source
+from rung.compile.joined import ATTENTION, ROTATE, attention_arguments, joined_pairs, numbers_in
 from rung.compile.plan import OpCall, Step
 from rung.compile.regions import TARGET
 
-_ATTENTION = "rung::attention"
-
 _DIRECT: dict[str, Callable[..., Any]] = {
-    _ATTENTION: attention,
+    ATTENTION: attention,
     "rung::kv_cache_write": kv_cache_write,
-    "rung::rotate_and_write": rotate_and_write,
+    ROTATE: rotate_and_write,
 }
 
 _SIZES = {"operator": operator, "torch": torch}  # size arithmetic, which is no registered op
@@ -46,7 +45,7 @@ def break_capture(step: Step) -> Capture:
 
 def attention_of(step: Step) -> Callable[[Sequence[Any]], AttentionCall] | None:
     """For a break that is one call of our attention and returns nothing: a function from the break's inputs to the call."""
-    if len(step.calls) != 1 or step.outputs or step.calls[0].target.partition(".")[0] != _ATTENTION:
+    if len(step.calls) != 1 or step.outputs or step.calls[0].target.partition(".")[0] != ATTENTION:
         return None
     (call,) = step.calls
     place = {number: index for index, number in enumerate(step.inputs)}
@@ -63,16 +62,20 @@ def attention_of(step: Step) -> Callable[[Sequence[Any]], AttentionCall] | None:
     return bind
 
 
-def parts(step: Step) -> tuple[Step, ...]:
-    """A break cut between ops of different `Capture`, in order; together the parts do what the break does."""
-    groups = [(kind, tuple(calls)) for (kind, _), calls in groupby(step.calls, key=_part_of)]
+def parts(step: Step, joined: Collection[int] = ()) -> tuple[Step, ...]:
+    """A break cut between ops of different `Capture`, in order; together the parts do what the break does. Calls at `joined` stay with the
+    next one."""
+    keys = [_part_of(call) for call in step.calls]
+    for index in joined:
+        keys[index] = keys[index + 1]
+    groups = [(key, tuple(step.calls[at] for at in places)) for key, places in groupby(range(len(keys)), key=keys.__getitem__)]
     if len(groups) < 2:
         return (step,)
     cut: list[Step] = []
     wanted = set(step.outputs)
     for index, (_, calls) in reversed(list(enumerate(groups))):
         made = {number for call in calls for number in call.outputs if number >= 0}
-        read = dict.fromkeys(number for call in calls for value in (*call.args, *call.kwargs.values()) for number in _numbers(value))
+        read = dict.fromkeys(number for call in calls for value in (*call.args, *call.kwargs.values()) for number in numbers_in(value))
         inputs = tuple(number for number in read if number not in made)
         cut.append(Step(f"{step.name}.{index}", inputs, tuple(sorted(made & wanted)), calls=calls))
         wanted |= set(inputs)
@@ -81,14 +84,7 @@ def parts(step: Step) -> tuple[Step, ...]:
 
 def _part_of(call: OpCall) -> tuple[Capture, int]:
     """Equal for neighbours that stay together. A call of our attention stays alone, so that its launches can be repeated."""
-    return _op_capture(call.target), id(call) if call.target.partition(".")[0] == _ATTENTION else 0
-
-
-def _numbers(value: Any) -> list[int]:
-    """The value numbers in an argument."""
-    if isinstance(value, list):
-        return [number for item in value for number in _numbers(item)]
-    return [value["value"]] if "value" in value else []
+    return _op_capture(call.target), id(call) if call.target.partition(".")[0] == ATTENTION else 0
 
 
 def _op_capture(target: str) -> Capture:
@@ -103,13 +99,19 @@ def _op_capture(target: str) -> Capture:
     return Capture.NEVER if torch.Tag.cudagraph_unsafe in tags else Capture.FULL
 
 
-def break_call(step: Step, regions: Sequence[Callable[..., Any]] = ()) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function that takes the step's inputs as one list and returns its outputs as a tuple. `regions` are those of the plan, bound."""
+def break_call(
+    step: Step, regions: Sequence[Callable[..., Any]] = (), private: Collection[int] = ()
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """A function that takes the step's inputs as one list and returns its outputs as a tuple. `regions` are those of the plan, bound;
+    `private` as for `joined_pairs`."""
+    joined = joined_pairs(step, private)
     source = Source("call", "inputs")
     if step.inputs:
         source.lines.append("".join(f"v{number}, " for number in step.inputs) + "= inputs")
-    for call in step.calls:
-        line = _call_line(call, source, regions)
+    for index, call in enumerate(step.calls):
+        if index - 1 in joined:
+            continue
+        line = _joined_line(call, step.calls[index + 1], source) if index in joined else _call_line(call, source, regions)
         # a new object each time: it keeps what was before, and threads may call at once
         blocks = [f"{source.bind(torch.autocast)}(*{source.bind(settings)})" for settings in call.autocast]
         source.lines.append(f"with {', '.join(blocks)}: {line}" if blocks else line)
@@ -126,6 +128,13 @@ def _call_line(call: OpCall, source: Source, regions: Sequence[Callable[..., Any
     if call.is_tuple and targets:
         targets += ","
     return f"{targets + ' = ' if targets else ''}{name}({', '.join(arguments)})"
+
+
+def _joined_line(rotate: OpCall, attend: OpCall, source: Source) -> str:
+    given = {name: _text(value, source) for name, value in attention_arguments(attend).items()}
+    arguments = [_text(value, source) for value in rotate.args] + [f"{key}={_text(value, source)}" for key, value in rotate.kwargs.items()]
+    arguments += [f"given=({given['key']}, {given['value']})", *(f"{name}={given[name]}" for name in ("out", "fresh", "out_scale"))]
+    return f"{source.bind(rotate_and_attend)}({', '.join(arguments)})"
 
 
 def _text(value: Any, source: Source) -> str:

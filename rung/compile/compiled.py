@@ -12,6 +12,7 @@ from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner, call_st
 from rung.compile.breaks import attention_of, break_call, break_capture, parts
 from rung.compile.fake_kernels import FakeOutput, checking
 from rung.compile.generated import Source
+from rung.compile.joined import joined_pairs, private_values
 from rung.compile.plan import CompilePlan, Step
 from rung.compile.sizes import SizeRange, SizeTable
 from rung.compile.stitch import last_uses, restorer, stitch
@@ -27,7 +28,11 @@ class CompiledFunction:
         self.piece_sources = piece_sources  # what Inductor generated for each unique piece
         self._pieces = tuple(pieces)
         # Graphs see breaks in parts: what can be captured in every mode joins the pieces beside it.
+        self._private = private_values(plan)
         self._walk = [part for step in plan.steps for part in ((step,) if step.piece is not None else parts(step))]
+        self._joined_walk = [
+            part for step in plan.steps for part in ((step,) if step.piece is not None else parts(step, joined_pairs(step, self._private)))
+        ]
         self._unchecked = bool(plan.fakes)  # until the first run has looked at what breaks return
         self._by_size: BySize | None = None
         self.rebind(owner)
@@ -38,16 +43,19 @@ class CompiledFunction:
         holder = next(iter(owner.values()), None)
         regions = [region.call(holder) for region in self.plan.regions]
         self.region_buffers = tuple(holder.buffers()) if regions and isinstance(holder, torch.nn.Module) else ()  # what they may update
-        self._breaks = {step.name: break_call(step, regions) for step in (*self.plan.steps, *self._walk) if step.piece is None}
+        breaks = [step for step in (*self.plan.steps, *self._walk, *self._joined_walk) if step.piece is None]
+        self._breaks = {(step.name, len(step.calls)): break_call(step, regions, self._private) for step in breaks}
         order = {path: index for index, (path, _) in enumerate(self.plan.tensors)}  # as in the signature, not as first used in the graph
         arguments = [n for n, path in enumerate(self.plan.inputs) if path.dim is None and n not in self.weights]
         self.arguments = sorted(arguments, key=lambda n: order.get(self.plan.inputs[n], n))
         calls = [self._call_of(step) for step in self.plan.steps]
         self.steps: tuple[BoundStep, ...] = tuple(self._bound(step) for step in self._walk)
+        self._joined_steps = tuple(self._bound(step) for step in self._joined_walk)
         self.source: Source = stitch(self.plan, calls, self.weights, self.arguments)
         self.stitched = self.source.build("stitched")
         self._restore: Callable[..., Any] = restorer(self.plan, self.arguments, self.weights).build("restore")
         self._last = last_uses(self._walk, self.plan.outputs)
+        self._joined_last = last_uses(self._joined_walk, self.plan.outputs)
         if self._by_size is not None:
             self._by_size.rebind(owner)
 
@@ -73,7 +81,7 @@ class CompiledFunction:
         return BoundStep("break", step.name, self._call_of(step), break_capture(step), attention_of(step))
 
     def _call_of(self, step: Step) -> StepCall:
-        return self._breaks[step.name] if step.piece is None else self._pieces[step.piece]
+        return self._breaks[step.name, len(step.calls)] if step.piece is None else self._pieces[step.piece]
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -98,10 +106,10 @@ class CompiledFunction:
     def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:
         return self._restore(flat, inputs)
 
-    def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
+    def run_steps(self, inputs: Sequence[Any], runner: StepRunner, *, joined: bool = False) -> list[Any]:
         """See `BoundPlan.run_steps`."""
         if self._by_size is not None and (variant := self._by_size.find(inputs)) is not None:
-            return variant.run_steps(inputs, runner)
+            return variant.run_steps(inputs, runner, joined=joined)
         if self._unchecked:
             runner = checking(runner, self._fakes(), self._sizes(inputs))
         values: dict[int, Any] = dict(self.weights) | dict(zip(self.arguments, inputs, strict=True))
@@ -109,10 +117,11 @@ class CompiledFunction:
         for number, path in enumerate(self.plan.inputs):
             if path.dim is not None:
                 values[number] = values[by_path[(path.local, path.accesses)]].shape[path.dim]
-        for index, (step, bound) in enumerate(zip(self._walk, self.steps, strict=True)):
+        walk, steps, last = (self._joined_walk, self._joined_steps, self._joined_last) if joined else (self._walk, self.steps, self._last)
+        for index, (step, bound) in enumerate(zip(walk, steps, strict=True)):
             results = runner(bound, [values[number] for number in step.inputs])
             values.update(zip(step.outputs, results, strict=True))
-            for number in [n for n, at in self._last.items() if at == index and n >= len(self.plan.inputs)]:
+            for number in [n for n, at in last.items() if at == index and n >= len(self.plan.inputs)]:
                 values.pop(number, None)
         self._unchecked = False
         return [values[output["value"]] if "value" in output else output["constant"] for output in self.plan.outputs]

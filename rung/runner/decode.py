@@ -103,9 +103,10 @@ class DecodePlan:
     def __call__(self, *inputs: Any) -> Any:
         return self.restore(self.run_steps(inputs, call_step), inputs)
 
-    def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
+    def run_steps(self, inputs: Sequence[Any], runner: StepRunner, *, joined: bool = False) -> list[Any]:
+        del joined  # always: the graph holds everything
         runner(self._inputs, [inputs[0]])
-        flat = self._model.run_steps(inputs, runner)
+        flat = self._model.run_steps(inputs, runner, joined=True)
         return list(runner(self._sample, [self._model.restore(flat, inputs)]))
 
     def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionMetadata, AttentionSpec, KVCache
+from rung.attention.rotation import Rotation
 from rung.launch import TritonLauncher, why_no_nvrtc
 from rung.launch.tensor_map import ALIGNMENT
 
@@ -32,6 +34,16 @@ class DecodeLaunch:
     slots: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreshKeys:
+    """This step's keys and values [num_tokens, num_kv_heads, head_size] as the projection made them, and where they belong."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    rotation: Rotation
+    slot_mapping: torch.Tensor  # int64 [num_tokens]
+
+
 def plan_decode(spec: AttentionSpec, num_tokens: int, max_seq_len: int, *, kept_size: int, processors: int = 132) -> DecodeLaunch:
     """The launch for so many decodes of at most `max_seq_len` keys, each of `kept_size` bytes a number. Found on an H200.
 
@@ -50,12 +62,31 @@ def plan_decode(spec: AttentionSpec, num_tokens: int, max_seq_len: int, *, kept_
 
 def why_not_decode(query: torch.Tensor, cache: KVCache, out: torch.Tensor, spec: AttentionSpec) -> str | None:
     """The reason against the kernel for such a call, or None. Reads no size of dimension 0."""
-    if any((one.storage_offset() | one.stride(0) | one.stride(1)) % 8 for one in (query, out)):
+    if any(number % 8 for one in (query, out) for number in (one.storage_offset(), *one.stride()[:2])):
         return "heads of queries or of the output are not aligned to 16 bytes"
     number = ALIGNMENT // cache.key.element_size()
     if any(offset % number for half in (cache.key, cache.value) for offset in (half.storage_offset(), *half.stride()[:3])):
         return "keys are not aligned to 16 bytes"
     return why_not_decode_layer(spec, query.dtype, query.device)
+
+
+def why_not_rotated(query: torch.Tensor, fresh: FreshKeys) -> str | None:
+    """The reason why the kernel does not rotate such queries and keys itself, or None. Reads no size of dimension 0."""
+    rotation = fresh.rotation
+    half, circle = rotation.cos.shape[-1], (rotation.cos, rotation.sin)
+    if half % TILE or not half:
+        return f"{half} pairs of a head are rotated, no multiple of {TILE}"
+    if rotation.cos.dtype != rotation.sin.dtype or rotation.cos.dtype not in (torch.float32, query.dtype):
+        return f"cosines are of dtype {rotation.cos.dtype}"
+    if any(one.stride(-1) != 1 or one.stride(0) % 2 or one.storage_offset() % 2 for one in circle):
+        return "rows of cosines are not aligned"
+    made = (fresh.key, fresh.value)
+    if any(one.stride(-1) != 1 or any(number % 2 for number in (one.storage_offset(), *one.stride()[:2])) for one in made):
+        return "keys and values of the step are not aligned"
+    for weight in (rotation.query_weight, rotation.key_weight):
+        if weight is not None and (weight.dtype != query.dtype or weight.stride(0) != 1 or weight.storage_offset() % 2):
+            return "weights of the norm are of another dtype, or not aligned"
+    return None
 
 
 @functools.cache
@@ -82,20 +113,35 @@ def decode_attention(
     out: torch.Tensor,
     metadata: AttentionMetadata,
     out_scale: torch.Tensor | None,
+    fresh: FreshKeys | None = None,
     *,
     programmatic: bool = True,
 ) -> None:
-    """query and out [num_tokens, num_heads, head_size], one token a request at most; out e4m3 with `out_scale` [1], float32."""
+    """query and out [num_tokens, num_heads, head_size], one token a request at most; out e4m3 with `out_scale` [1], float32. With `fresh`
+    the query comes as the projection made it, and this step's keys and values are written to the cache."""
     block, slot, head, _ = cache_strides(cache)
     table = metadata.block_table
+    rotation = None if fresh is None else fresh.rotation
     DECODE.run(
         (spec.num_kv_heads, query.shape[0], 1),
         rows(query, "query"), rows(out, "out"), cache.key, cache.value, metadata.query_start_loc, metadata.seq_lens, table,
         query if out_scale is None else out_scale, metadata.num_requests,
         float(spec.scale * cache.key_scale), float(cache.value_scale), float(spec.soft_cap or 1.0),
         query.stride(0), query.stride(1), out.stride(0), out.stride(1), block, slot, head, table.stride(0), table.shape[1],
+        *((query,) * 7 + (0.0,) * 4 + (0,) * 6 if fresh is None else _rotated(query, cache, fresh)),
         GROUP=spec.num_heads // spec.num_kv_heads, HEAD_SIZE=spec.head_size, BLOCK_SIZE=cache.block_size, E4M3=cache.is_fp8,
         FP16=query.dtype == torch.float16, WINDOW=spec.sliding_window or 0, SOFT_CAP=spec.soft_cap is not None,
         OUT_SCALED=out_scale is not None, WARPS=launch.warps, BLOCKS=launch.blocks, SLOTS=launch.slots, PROGRAMMATIC=programmatic,
+        ROTATED=0 if rotation is None else rotation.cos.shape[-1], WIDE=rotation is not None and rotation.cos.dtype == torch.float32,
+        NORM=rotation is not None and rotation.query_weight is not None,
         num_warps=launch.warps, num_ctas=launch.blocks, launch_pdl=programmatic,
     )  # fmt: skip
+
+
+def _rotated(query: torch.Tensor, cache: KVCache, fresh: FreshKeys) -> tuple[Any, ...]:
+    """The arguments of the kernel for the rotation and the write."""
+    key, value, rotation = fresh.key, fresh.value, fresh.rotation
+    weights = (query if weight is None else weight for weight in (rotation.query_weight, rotation.key_weight))
+    strides = (key.stride(0), key.stride(1), value.stride(0), value.stride(1), rotation.cos.stride(0), rotation.sin.stride(0))
+    factors = (float(rotation.epsilon), float(rotation.offset), 1.0 / cache.key_scale, 1.0 / cache.value_scale)
+    return key, value, rotation.cos, rotation.sin, *weights, fresh.slot_mapping, *factors, *strides

@@ -5,6 +5,10 @@ columns, so that a group of up to eight heads costs instructions of 8 columns, a
 multiprocessor holds 16 such warps, each with tiles of its own on their way (cp.async), and 2048 of them, 256 requests of 8 KV heads, are
 one round. Where requests are few, several warps share a head, and several blocks of a cluster; they join their shares in shared memory,
 without a second kernel and without memory between them.
+
+With ROTATED the kernel is given queries, keys and values as the projection made them, and does what `rotate_and_write_kernel` does: every
+warp rotates its queries in registers, the one that has the last tile rotates the new key, writes it and its value to the cache, and puts
+both into its tile.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ typedef unsigned char u8;
 constexpr int ROW = HEAD_SIZE * (E4M3 ? 1 : 2), CHUNKS = ROW / 16, SLOT = 16 * ROW;  // bytes of a key, its 16 bytes, bytes of a tile
 constexpr int STEPS = HEAD_SIZE / 16, SUMS = HEAD_SIZE + 4;
 constexpr int WORKERS = WARPS * BLOCKS, THREADS = 32 * WARPS;
+constexpr int OWN = HEAD_SIZE / 32, OWN_BYTES = OWN * ROW / HEAD_SIZE;  // numbers of a key that a lane rotates, their bytes in the cache
 constexpr float LOG2E = 1.4426950408889634f;
 #define HALF (FP16 || E4M3)  // what is multiplied: float16 or bfloat16
 
@@ -103,6 +108,38 @@ __device__ u32 e4m3x2(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
   return r;
 }
+__device__ void numbers(float (&x)[OWN], const u16* from) {
+#pragma unroll
+  for (int i = 0; i < OWN; i += 2) {
+    const u32 pair = *(const u32*)(from + i);
+    x[i] = low(pair), x[i + 1] = high(pair);
+  }
+}
+// Two neighbours of a row of cosines or sines.
+__device__ float2 two(const void* row, int at) {
+  if (WIDE) return *(const float2*)((const float*)row + at);
+  const u32 pair = *(const u32*)((const u16*)row + at);
+  return float2{low(pair), high(pair)};
+}
+// What a cache keeps of a lane's numbers.
+__device__ void keep(u32 (&kept)[2], const float (&x)[OWN], float factor) {
+  kept[1] = 0;
+  if (E4M3) {
+    float c[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) c[i] = fminf(fmaxf(x[i] * factor, -448.0f), 448.0f);
+    kept[0] = e4m3x2(c[0], c[1]);
+    if (OWN == 4) kept[0] |= e4m3x2(c[OWN - 2], c[OWN - 1]) << 16;
+  } else {
+    kept[0] = outputs(x[0], x[1]);
+    if (OWN == 4) kept[1] = outputs(x[OWN - 2], x[OWN - 1]);
+  }
+}
+__device__ void put(u8* to, const u32 (&kept)[2]) {
+  if (OWN_BYTES == 8) *(uint2*)to = uint2{kept[0], kept[1]};
+  else if (OWN_BYTES == 4) *(u32*)to = kept[0];
+  else *(u16*)to = kept[0];
+}
 __device__ float exp2_of(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -133,11 +170,14 @@ __device__ void add_four(float (&sums)[8], int at, float4 x, float weight) {
 // One row of the batch and one KV head a cluster; grid: (KV heads, in clusters; rows). query [rows, heads, HEAD_SIZE]; out like it, e4m3
 // with out_scale [1] where OUT_SCALED; caches [pages, BLOCK_SIZE, KV heads, HEAD_SIZE]; starts int32 [num_requests + 1]; lengths int32
 // [num_requests]; table int32 [num_requests, table_columns]. Strides count elements; those of the caches are multiples of 16 bytes.
+// Read where ROTATED: key and value [rows, KV heads, HEAD_SIZE]; cosine and sine [rows, ROTATED]; weights [HEAD_SIZE]; slots int64 [rows].
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention_kernel(
-    const u16* query, void* out, const u8* key_cache, const u8* value_cache, const int* starts, const int* lengths, const int* table,
+    const u16* query, void* out, u8* key_cache, u8* value_cache, const int* starts, const int* lengths, const int* table,
     const float* out_scale, int num_requests, float scale, float value_scale, float soft_cap, int query_token_stride, int query_head_stride,
     int out_token_stride, int out_head_stride, int block_stride, int slot_stride, int head_stride, int table_stride,
-    int table_columns) {
+    int table_columns, const u16* key, const u16* value, const void* cosine, const void* sine, const u16* query_weight,
+    const u16* key_weight, const long long* slots, float epsilon, float offset, float key_factor, float value_factor, int key_token_stride,
+    int key_head_stride, int value_token_stride, int value_head_stride, int cosine_stride, int sine_stride) {
   extern __shared__ __align__(128) u8 raw[];
   constexpr int BYTES = E4M3 ? 1 : 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, line = lane / 4;
@@ -166,24 +206,109 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
   const int* pages = table + (u64)request * table_stride;
   if (WINDOW > 0 || !guessed) page = lane < tiles ? pages[(first_tile + worker + lane * WORKERS) * 16 / BLOCK_SIZE] : 0;
 
-  // The queries as columns: thread holds, of query `line`, dimensions that are neighbours in pairs.
+  const long long slot_of_row = ROTATED ? slots[row] : 0;
+  const u8* cosines = (const u8*)cosine + (u64)row * cosine_stride * (WIDE ? 4 : 2);
+  const u8* sines = (const u8*)sine + (u64)row * sine_stride * (WIDE ? 4 : 2);
+  // The queries as columns: a thread holds, of query `line`, dimensions that are neighbours in pairs.
   u32 queries[STEPS][2];
+  {
+    float x[STEPS][2][2], squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < STEPS; i++) {
+    for (int i = 0; i < STEPS; i++) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int at = 16 * i + (E4M3 ? 4 * quad + 2 * h : 2 * quad + 8 * h);
-      u32 pair = 0;
-      if (line < GROUP) pair = *(const u32*)(query + (u64)row * query_token_stride + (kv_head * GROUP + line) * query_head_stride + at);
-      if (E4M3 && !FP16) {
-        const float l = fminf(fmaxf(low(pair), -65504.0f), 65504.0f), u = fminf(fmaxf(high(pair), -65504.0f), 65504.0f);
-        pair = f16x2(l, u);
+      for (int h = 0; h < 2; h++) {
+        const int at = 16 * i + (E4M3 ? 4 * quad + 2 * h : 2 * quad + 8 * h);
+        u32 pair = 0;
+        if (line < GROUP) pair = *(const u32*)(query + (u64)row * query_token_stride + (kv_head * GROUP + line) * query_head_stride + at);
+        queries[i][h] = pair;
+        x[i][h][0] = low(pair), x[i][h][1] = high(pair);
+        squares += x[i][h][0] * x[i][h][0] + x[i][h][1] * x[i][h][1];
       }
-      queries[i][h] = pair;
+    }
+    if (NORM) {
+      squares += __shfl_xor_sync(~0u, squares, 1), squares += __shfl_xor_sync(~0u, squares, 2);
+      const float part = rsqrtf(squares / HEAD_SIZE + epsilon);
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const u32 pair = *(const u32*)(query_weight + 16 * i + (E4M3 ? 4 * quad + 2 * h : 2 * quad + 8 * h));
+          x[i][h][0] *= part * (low(pair) + offset), x[i][h][1] *= part * (high(pair) + offset);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < ROTATED / 16; i++) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int at = 16 * i + (E4M3 ? 4 * quad + 2 * h : 2 * quad + 8 * h);
+        const float2 c = two(cosines, at), s = two(sines, at);
+        float(&first)[2] = x[i][h], (&second)[2] = x[i + ROTATED / 16][h];
+        const float turned_first[2] = {first[0] * c.x - second[0] * s.x, first[1] * c.y - second[1] * s.y};
+        second[0] = second[0] * c.x + first[0] * s.x, second[1] = second[1] * c.y + first[1] * s.y;
+        first[0] = turned_first[0], first[1] = turned_first[1];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        if (ROTATED) queries[i][h] = slot_of_row < 0 ? 0u : outputs(x[i][h][0], x[i][h][1]);
+        if (E4M3 && !FP16) {
+          const float l = low(queries[i][h]), u = high(queries[i][h]);
+          queries[i][h] = f16x2(fminf(fmaxf(l, -65504.0f), 65504.0f), fminf(fmaxf(u, -65504.0f), 65504.0f));
+        }
+      }
     }
   }
 
   key_cache += (u64)kv_head * head_stride * BYTES, value_cache += (u64)kv_head * head_stride * BYTES;
+  // The new key and value, by the warp that has the last tile.
+  const int known = end - (ROTATED && slot_of_row >= 0);  // keys that are in the cache
+  const bool last_is_mine = ROTATED && known < end && tiles > 0 && worker == (last_tile - 1 - first_tile) % WORKERS;
+  u8* fresh = raw + STAGED + warp * 2 * ROW + lane * OWN_BYTES;
+  if (last_is_mine) {
+    float x[OWN], y[OWN], w[OWN], squares = 0.0f;
+    numbers(x, key + (u64)row * key_token_stride + kv_head * key_head_stride + lane * OWN);
+    numbers(y, value + (u64)row * value_token_stride + kv_head * value_head_stride + lane * OWN);
+    if (NORM) {
+      numbers(w, key_weight + lane * OWN);
+#pragma unroll
+      for (int i = 0; i < OWN; i++) squares += x[i] * x[i];
+#pragma unroll
+      for (int i = 1; i < 32; i *= 2) squares += __shfl_xor_sync(~0u, squares, i);
+      const float part = rsqrtf(squares / HEAD_SIZE + epsilon);
+#pragma unroll
+      for (int i = 0; i < OWN; i++) x[i] *= part * (w[i] + offset);
+    }
+    constexpr int HALVES = ROTATED / OWN;  // lanes that hold a half
+    const bool first = lane < HALVES, second = !first && lane < 2 * HALVES;
+    const int other = first ? lane + HALVES : second ? lane - HALVES : lane;
+#pragma unroll
+    for (int i = 0; i < OWN; i += 2) {
+      const float l = __shfl_sync(~0u, x[i], other), u = __shfl_sync(~0u, x[i + 1], other);
+      if (first || second) {
+        const int at = (lane * OWN + i) % (ROTATED ? ROTATED : 1);
+        const float2 c = two(cosines, at), s = two(sines, at);
+        x[i] = x[i] * c.x + l * (first ? -s.x : s.x), x[i + 1] = x[i + 1] * c.y + u * (first ? -s.y : s.y);
+      }
+    }
+    u32 kept[2];
+    const u64 slot = slot_of_row, to = (slot / BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride) * BYTES + lane * OWN_BYTES;
+    keep(kept, x, key_factor);
+    put(fresh, kept), put(key_cache + to, kept);
+    keep(kept, y, value_factor);
+    put(fresh + ROW, kept), put(value_cache + to, kept);
+  }
+  auto patch = [&](u32 slot, bool values) {  // into the row of the new key, which nothing was read for
+    u8* to = raw + (slot - shared_address(raw)) + place((end - 1) % 16, lane * OWN_BYTES / 16) + lane * OWN_BYTES % 16;
+    const u8* of = fresh + (values ? ROW : 0);
+    if (OWN_BYTES == 8) *(uint2*)to = *(const uint2*)of;
+    else if (OWN_BYTES == 4) *(u32*)to = *(const u32*)of;
+    else *(u16*)to = *(const u16*)of;
+    __syncwarp();
+  };
+
   u64 from = 0;  // of the tile that is brought
   // Unit 2 * i are the keys of tile i, unit 2 * i + 1 its values.
   auto issue = [&](int tile, bool values, u32 slot) {
@@ -198,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
 #pragma unroll
       for (int i = 0; i < CHUNKS / 2; i++) {
         const int r = (i * 32 + lane) / CHUNKS, c = lane % CHUNKS;
-        bring(slot + place(r, c), base + (u64)r * slot_stride * BYTES + 16 * c, key + r < end ? 16 : 0);
+        bring(slot + place(r, c), base + (u64)r * slot_stride * BYTES + 16 * c, key + r < known ? 16 : 0);
       }
     }
     commit();
@@ -218,6 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
     __syncwarp();
     issue(tile + (SLOTS - 1) / 2, (SLOTS - 1) % 2, free);
     free = slot;
+    if (ROTATED && last_is_mine && tile == tiles - 1) patch(slot, false);
     float scores[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};  // keys `line` and line + 8, two chains
 #pragma unroll
     for (int i = 0; i < STEPS; i += E4M3 ? 2 : 1) {
@@ -268,6 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
     __syncwarp();
     issue(tile + SLOTS / 2, SLOTS % 2, free);
     free = slot;
+    if (ROTATED && last_is_mine && tile == tiles - 1) patch(slot, true);
 #pragma unroll
     for (int i = 0; i < STEPS; i += E4M3 ? 2 : 1) {
       u32 a[4];
@@ -378,14 +505,20 @@ def _region(constants: Mapping[str, Any]) -> int:
     return -(-max(ring, _sums_bytes(constants)) // 128) * 128
 
 
-def _shared_bytes(constants: Mapping[str, Any]) -> int:
+def _staged(constants: Mapping[str, Any]) -> int:
+    """Where the new keys and values of the warps lie: behind their regions and what the block joins for its cluster."""
     return int(constants["WARPS"]) * _region(constants) + (_sums_bytes(constants) if constants["BLOCKS"] > 1 else 0)
 
 
+def _shared_bytes(constants: Mapping[str, Any]) -> int:
+    row = int(constants["HEAD_SIZE"]) * (1 if constants["E4M3"] else 2)
+    return _staged(constants) + (int(constants["WARPS"]) * 2 * row if constants["ROTATED"] else 0)
+
+
 def _source(constants: Mapping[str, Any]) -> str:
-    warps = int(constants["WARPS"])
-    resident = max(1, min(16 // warps, 227 * 1024 // (_shared_bytes(constants) + 1024)))
-    defined = {**{name: int(value) for name, value in constants.items()}, "REGION": _region(constants), "RESIDENT": resident}
+    resident = max(1, min(16 // int(constants["WARPS"]), 227 * 1024 // (_shared_bytes(constants) + 1024)))
+    defined = {name: int(value) for name, value in constants.items()}
+    defined |= {"REGION": _region(constants), "STAGED": _staged(constants), "RESIDENT": resident}
     return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + "#define INFINITY __int_as_float(0x7f800000)\n" + _TEXT
 
 
@@ -394,10 +527,13 @@ decode_attention_kernel = CudaKernel(
     arguments=(
         "query", "out", "key_cache", "value_cache", "query_start_loc", "seq_lens", "block_table", "out_scale", "num_requests", "scale",
         "value_scale", "soft_cap", "query_token_stride", "query_head_stride", "out_token_stride", "out_head_stride", "block_stride",
-        "slot_stride", "head_stride", "table_stride", "table_columns",
+        "slot_stride", "head_stride", "table_stride", "table_columns", "key", "value", "cosine", "sine", "query_weight", "key_weight",
+        "slots", "epsilon", "offset", "key_factor", "value_factor", "key_token_stride", "key_head_stride", "value_token_stride",
+        "value_head_stride", "cosine_stride", "sine_stride",
     ),
     constants=(
         "GROUP", "HEAD_SIZE", "BLOCK_SIZE", "E4M3", "FP16", "WINDOW", "SOFT_CAP", "OUT_SCALED", "WARPS", "BLOCKS", "SLOTS", "PROGRAMMATIC",
+        "ROTATED", "WIDE", "NORM",
     ),
     source=_source,
     shared_bytes=_shared_bytes,

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from rung.attention.backends.decode_attention import decode_attention, plan_decode, why_not_decode
+from rung.attention.backends.decode_attention import FreshKeys, decode_attention, plan_decode, why_not_decode, why_not_rotated
 from rung.attention.backends.launch_plan import (
     KEYS_A_SPLIT,
     MAX_SPLITS,
@@ -169,6 +169,25 @@ class TritonPaged(AttentionBackend):
         else:
             self._attend_cache(query, cache, out, metadata, scale)
 
+    def rotate_and_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        cache: KVCache,
+        out: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_scale: torch.Tensor | None = None,
+    ) -> bool:
+        if not self._decodes(query, cache, out, metadata) or metadata.slot_mapping.shape[0] != query.shape[0]:
+            return False
+        fresh = FreshKeys(key=key, value=value, rotation=rotation, slot_mapping=metadata.slot_mapping)
+        if why_not_rotated(query, fresh) is not None:
+            return False
+        self._decode(query, cache, out, metadata, out_scale, fresh)
+        return True
+
     def launch_key(
         self, query: torch.Tensor, key: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, *, fresh: bool
     ) -> Hashable | None:
@@ -182,9 +201,7 @@ class TritonPaged(AttentionBackend):
         self, query: torch.Tensor, cache: KVCache, out: torch.Tensor, metadata: AttentionMetadata, out_scale: torch.Tensor | None
     ) -> None:
         if self._decodes(query, cache, out, metadata):
-            processors, kept_size = multiprocessors(query.device), cache.key.element_size()
-            launch = plan_decode(self.spec, query.shape[0], metadata.max_seq_len, kept_size=kept_size, processors=processors)
-            decode_attention(self.spec, launch, query, cache, out, metadata, out_scale)
+            self._decode(query, cache, out, metadata, out_scale, None)
             return
         block, slot, head, _ = cache_strides(cache)
         strides, scales = (block, slot, head, slot, head), (cache.key_scale, cache.value_scale)
@@ -195,6 +212,19 @@ class TritonPaged(AttentionBackend):
         if metadata.max_query_len > 1 or self.launch is not None or self.batch_invariant or not (metadata.num_requests and len(query)):
             return False
         return why_not_decode(query, cache, out, self.spec) is None
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        cache: KVCache,
+        out: torch.Tensor,
+        metadata: AttentionMetadata,
+        out_scale: torch.Tensor | None,
+        fresh: FreshKeys | None,
+    ) -> None:
+        processors, kept_size = multiprocessors(query.device), cache.key.element_size()
+        launch = plan_decode(self.spec, query.shape[0], metadata.max_seq_len, kept_size=kept_size, processors=processors)
+        decode_attention(self.spec, launch, query, cache, out, metadata, out_scale, fresh)
 
     def _attend_given(
         self,

@@ -9,10 +9,20 @@ import pytest
 import torch
 
 from rung.attention import AttentionSpec, KVCache
-from rung.attention.backends.decode_attention import DECODE, DecodeLaunch, decode_attention, plan_decode, why_not_decode
+from rung.attention.backends.decode_attention import (
+    DECODE,
+    DecodeLaunch,
+    FreshKeys,
+    decode_attention,
+    plan_decode,
+    why_not_decode,
+    why_not_rotated,
+)
 from rung.attention.backends.launch_plan import plan_launch
+from rung.attention.backends.rotary_write import rotate_and_write_triton
 from rung.attention.backends.triton_paged import TritonPaged
 from tests.attention.cases import Batch, make_batch, make_spec
+from tests.attention.rotary_cases import Heads, project
 from tests.gpu.sync_debug import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -163,3 +173,79 @@ def test_counts_and_lengths_change_no_image() -> None:
         batch = make_batch(spec, [(1, 5)] * count, dtype=torch.bfloat16, device="cuda", padded_requests=padded, padded_rows=padded)
         batch.without_host().check(backend, TOLERANCE[torch.bfloat16])
     assert len(DECODE.loaded) - before <= len(images) + 1  # padded rows may reach the next launch
+
+
+ROTATIONS = [
+    Heads(num_heads=32, num_kv_heads=8, head_size=128, rotary=128),
+    Heads(num_heads=9, num_kv_heads=3, head_size=64, rotary=64),
+    Heads(num_heads=16, num_kv_heads=8, head_size=128, rotary=128, offset=0.0),
+    Heads(num_heads=4, num_kv_heads=1, head_size=64, rotary=32, offset=1.0),
+    Heads(num_heads=4, num_kv_heads=4, head_size=128, rotary=64),
+]
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["kept", "e4m3"])
+@pytest.mark.parametrize("wide_angles", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads", ROTATIONS, ids=str)
+def test_rotation_and_write_inside(heads: Heads, dtype: torch.dtype, wide_angles: bool, narrow: bool) -> None:
+    """Against a kernel that rotates and writes and one that attends: the same cache, outputs within rounding; with padded rows."""
+    spec = make_spec(heads.num_heads, heads.num_kv_heads, heads.head_size, window=300 if heads.rotary == 64 else None)
+    batch = decodes(spec, dtype, padded_rows=2)
+    metadata = batch.metadata
+    projection = project(heads, list(range(len(batch.query))), dtype=dtype, device="cuda")
+    rotation = projection.rotation
+    if wide_angles:
+        rotation = replace(rotation, cos=rotation.cos.float(), sin=rotation.sin.float())
+    halves, scales = [half.nan_to_num(0.0) for half in (batch.cache.key, batch.cache.value)], (0.5, 0.25) if narrow else (1.0, 1.0)
+    halves = [(half.float() / scale).to(E4M3 if narrow else dtype) for half, scale in zip(halves, scales, strict=True)]
+    made = (projection.query, projection.key, projection.value)
+    apart, rotated, expected = (
+        KVCache(*(half.clone() for half in halves), *scales),
+        torch.empty_like(batch.query),
+        torch.empty_like(batch.query),
+    )
+    for launch in LAUNCHES:
+        rotate_and_write_triton(*made, rotation, rotated, apart, metadata.slot_mapping)
+        decode_attention(spec, launch, rotated, apart, expected, metadata, None)
+        joined, out = KVCache(*(half.clone() for half in halves), *scales), torch.full_like(batch.query, float("nan"))
+        fresh = FreshKeys(key=projection.key, value=projection.value, rotation=rotation, slot_mapping=metadata.slot_mapping)
+        assert why_not_rotated(projection.query, fresh) is None
+        decode_attention(spec, launch, projection.query, joined, out, metadata, None, fresh)
+        for mine, theirs in ((joined.key, apart.key), (joined.value, apart.value)):
+            same = mine.view(torch.uint8) == theirs.view(torch.uint8)
+            assert same.double().mean() > 0.9999, launch  # a fused multiply-add may round to the neighbour
+            torch.testing.assert_close(mine.float(), theirs.float(), rtol=0.13 if narrow else 8e-3, atol=2e-3)
+        real = batch.num_actual_tokens
+        torch.testing.assert_close(out[:real].float(), expected[:real].float(), rtol=2e-2, atol=3e-2)
+        relative = (out[:real].double() - expected[:real].double()).norm() / expected[:real].double().norm()
+        assert float(relative) < TOLERANCE[dtype], launch
+        assert bool((out[real:] == 0).all())
+
+
+def test_a_row_without_a_slot_writes_nothing() -> None:
+    """A padded request of a decode graph has one key in block 0 and no slot."""
+    spec = make_spec(8, 2, 128)
+    heads = Heads(num_heads=8, num_kv_heads=2, head_size=128, rotary=128)
+    batch = written(decodes(spec))
+    slots = batch.metadata.slot_mapping.clone()
+    slots[3] = -1
+    projection = project(heads, slots.tolist(), dtype=torch.bfloat16, device="cuda")
+    fresh = FreshKeys(key=projection.key, value=projection.value, rotation=projection.rotation, slot_mapping=slots)
+    before, out = batch.cache.key.clone(), torch.full_like(batch.query, float("nan"))
+    for launch in LAUNCHES:
+        decode_attention(spec, launch, projection.query, batch.cache, out, batch.metadata, None, fresh)
+        assert not out.isnan().any(), launch
+    changed = (batch.cache.key.view(torch.int16) != before.view(torch.int16)).any(-1).any(-1).flatten().nonzero().flatten().tolist()
+    assert set(changed) <= {slot for slot in slots.tolist() if slot >= 0}
+
+
+def test_a_backend_takes_both_for_decodes_alone() -> None:
+    spec = make_spec(8, 2, 128)
+    heads = Heads(num_heads=8, num_kv_heads=2, head_size=128, rotary=128)
+    for lengths, taken in ((LENGTHS, True), ([(3, 4), (1, 9)], False)):
+        batch = make_batch(spec, lengths, dtype=torch.bfloat16, device="cuda").without_host()
+        projection = project(heads, list(range(len(batch.query))), dtype=torch.bfloat16, device="cuda")
+        out = torch.zeros_like(batch.query)
+        made = (projection.query, projection.key, projection.value, projection.rotation)
+        assert TritonPaged(spec).rotate_and_attend(*made, batch.cache, out, batch.metadata) == taken == bool(out.any())

@@ -24,7 +24,6 @@ class ForwardContext:
     mode: str = "none"  # a graphs.GraphMode value: how this step runs
     descriptor: Any = None  # the graphs.Descriptor of this step; without a graph it has the step's own sizes
     num_actual_tokens: int = 0  # rows that belong to requests; rows behind them are padding
-    joins_rotation: bool = True  # whether a rotation and the attention behind it may be one kernel
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("rung_forward_context", default=None)

@@ -72,6 +72,7 @@ class AttentionMetadata:
     max_query_len: int  # upper bound over the requests
     max_seq_len: int  # upper bound over the requests
     host: HostMetadata | None = None
+    settled: bool = False  # the tensors above and earlier steps' keys lie there before the kernel in front ends, whichever that is
     may_pad: bool = True  # False: every row belongs to a request (a padded request has one key, in block 0), so none is left to be zeroed
 
     _shared: dict[Hashable, tuple[KVCache, torch.Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -209,7 +210,8 @@ class AttentionBackend(ABC):
         out_scale: torch.Tensor | None = None,
     ) -> bool:
         """`rotate_and_write` and `forward`, or with `out_scale` `forward_quantised`, in one kernel, without the rotated queries in memory.
-        False: nothing was done, because the backend has no such kernel for this batch."""
+        False: nothing was done, because the backend has no such kernel for this batch. Ours is for `settled` metadata, which decode graphs
+        have."""
         return False
 
     def forward_given_keys(

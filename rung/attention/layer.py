@@ -126,8 +126,7 @@ def rotate_and_attend(
     module, cache, metadata = _lookup(layer)
     assert module.backend is not None
     rotation = Rotation(cos=cos, sin=sin, query_weight=query_weight, key_weight=key_weight, epsilon=epsilon, offset=offset)
-    joined = get_forward_context().joins_rotation
-    if joined and module.backend.rotate_and_attend(query, key, value, rotation, cache, out, metadata, out_scale):
+    if module.backend.rotate_and_attend(query, key, value, rotation, cache, out, metadata, out_scale):
         return
     module.backend.rotate_and_write(query, key, value, rotation, rotated, cache, metadata.slot_mapping)
     attention(rotated, *given, out, layer, None, fresh, out_scale)

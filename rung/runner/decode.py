@@ -51,6 +51,7 @@ class DecodeStep:
         """Enqueue the inputs of the batch in `buffers.idx_mapping`."""
         for table in self._tables:
             self._ops.inputs(self._slots, table, self._buffers, num_rows)
+        self._ops.settle(self.state)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> logits [rows, vocab]; enqueues sampling and the slots' advance."""

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from rung import torch_compat
+from rung.attention import BatchBounds
+from rung.attention.backends.launch_plan import kernel_of
 from rung.attention.backends.triton_paged import TritonPaged, zero_padded_rows_triton
 from rung.compile.compiled import CompiledFunction
 from rung.counters import Counters
-from rung.graphs import Dispatch, GraphMode
-from rung.launch import Rehearsal, rehearse_launches
+from rung.graphs import Descriptor, Dispatch, GraphMode
+from rung.launch import Rehearsal, multiprocessors, rehearse_launches
 from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodePlan
 from rung.runner.forward import EagerForward
@@ -81,10 +83,25 @@ def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfi
     rehearse(runner, compiled)
     decode = DecodePlan(compiled, runner.decode)
     descriptors = planned_descriptors(config, TritonPaged.capture_support)
-    for descriptor in [found for found in descriptors if found.mode is GraphMode.FULL and found.uniform_query_len == 1][:1]:
+    for descriptor in _decode_graphs(
+        runner, [found for found in descriptors if found.mode is GraphMode.FULL and found.uniform_query_len == 1]
+    ):
         rows = descriptor.num_tokens
         with runner.dummy_context(Dispatch(descriptor)):
             decode(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])
     for spec in {layer.spec for layer in runner.layers.values()}:  # FlashAttention leaves padded rows as they are
         out = torch.empty(1, spec.num_heads, spec.head_size, dtype=runner.dtype, device=device)
         zero_padded_rows_triton(out, runner.buffers.query_start_loc)
+
+
+def _decode_graphs(runner: ModelRunner, descriptors: Sequence[Descriptor]) -> list[Descriptor]:
+    """Those that together take every kernel of decode graphs."""
+    found: dict[object, Descriptor] = {}
+    for descriptor in descriptors:
+        rows, longest = descriptor.num_tokens, runner.config.max_model_len
+        bounds = BatchBounds(num_tokens=rows, num_requests=rows, max_query_len=1, max_seq_len=longest)
+        size = {"block_size": runner.config.block_size, "processors": multiprocessors(runner.device), "element_size": runner.dtype.itemsize}
+        found.setdefault(
+            tuple(kernel_of(spec, bounds, **size) for spec in {layer.spec: None for layer in runner.layers.values()}), descriptor
+        )
+    return list(found.values())

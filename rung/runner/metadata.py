@@ -19,10 +19,10 @@ def build_metadata(
     slot_mapping: torch.Tensor,  # int64 [num_tokens padded]
     max_model_len: int,
     *,
-    may_pad: bool = True,
+    decode_graph: bool = False,
 ) -> AttentionMetadata:
     """FULL: padded sizes and upper bounds that hold for every batch of the graph, nothing for the host. Else: the batch's own sizes.
-    `may_pad` False: the graph gives every row to a request."""
+    `decode_graph`: the graph gives every row to a request, and `DecodeStep.build_inputs` settles what it reads."""
     if dispatch.mode == "full":
         assert dispatch.num_requests is not None
         return AttentionMetadata(
@@ -34,7 +34,8 @@ def build_metadata(
             num_actual_tokens=dispatch.num_tokens,
             max_query_len=dispatch.max_query_len or batch.max_query_len,
             max_seq_len=max_model_len,
-            may_pad=may_pad,
+            settled=decode_graph,
+            may_pad=not decode_graph,
         )
     return AttentionMetadata(
         query_start_loc=buffers.query_start_loc[: batch.num_requests + 1],

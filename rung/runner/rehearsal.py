@@ -8,7 +8,6 @@ batches together make all of them, and those are run as steps of nobody. On a de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,6 @@ def rehearse(runner: ModelRunner, call: Callable[..., Any]) -> int:
     batches = list(_batches(runner))
     with torch.no_grad():
         for batch in batches:
-            if batch.max_query_len == 1:
-                _hidden(runner, call, batch, joins_rotation=False)  # piecewise graphs rotate in front of the break
             hidden = _hidden(runner, call, batch)
         _operations(runner, hidden)
     return len(batches)
@@ -70,11 +67,11 @@ def query_lens_of(bounds: BatchBounds) -> npt.NDArray[np.int32]:
     return np.array([bounds.max_query_len, *([each + 1] * more), *([each] * (others - more))], np.int32)
 
 
-def _hidden(runner: ModelRunner, call: Callable[..., Any], batch: Batch, *, joins_rotation: bool = True) -> torch.Tensor:
+def _hidden(runner: ModelRunner, call: Callable[..., Any], batch: Batch) -> torch.Tensor:
     """Hidden states [rows, hidden size] of a batch, whose logits are computed too."""
     step = runner.prepare(batch, Dispatch(exact(batch.shape)))
     rows = batch.num_tokens
-    with set_forward_context(replace(step.context, joins_rotation=joins_rotation)):
+    with set_forward_context(step.context):
         hidden: torch.Tensor = call(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])
     runner.compute_logits(hidden[:_FEW_ROWS])
     return hidden

@@ -78,7 +78,7 @@ class StepForward:
     def prepare(self, batch: Batch, dispatch: Dispatch | None = None) -> PreparedStep:
         """See `ModelRunner.prepare`."""
         dispatch = dispatch or self.forward.dispatch(batch)
-        return self._inputs.prepare(batch, dispatch, may_pad=not self.forward.advances(dispatch))
+        return self._inputs.prepare(batch, dispatch, decode_graph=self.forward.advances(dispatch))
 
     @torch.no_grad()
     def dummy_run(self, query_lens: npt.NDArray[np.int32], *, decode: bool = False, dispatch: Dispatch | None = None) -> torch.Tensor:

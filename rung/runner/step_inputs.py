@@ -36,8 +36,8 @@ class StepInputs:
         self._tables = tables
         self._max_model_len = max_model_len
 
-    def prepare(self, batch: Batch, dispatch: Dispatch, *, may_pad: bool) -> PreparedStep:
-        """Enqueue inputs, block tables and slot mapping. `may_pad` False: the graph gives every row to a request."""
+    def prepare(self, batch: Batch, dispatch: Dispatch, *, decode_graph: bool) -> PreparedStep:
+        """Enqueue inputs, block tables and slot mapping. `decode_graph`: for a graph that advances itself."""
         buffers = self._builder.buffers
         self._builder.upload(batch)
         self._builder.build(dispatch.num_tokens, batch.has_prefill)
@@ -46,7 +46,7 @@ class StepInputs:
         for kv_group, table in zip(self._groups, self._tables, strict=True):
             block_table = table.gather(buffers.idx_mapping, rows)
             slot_mapping = table.map_slots(buffers.idx_mapping, buffers.query_start_loc, buffers.positions, dispatch.num_tokens)
-            group = build_metadata(batch, dispatch, buffers, block_table, slot_mapping, self._max_model_len, may_pad=may_pad)
+            group = build_metadata(batch, dispatch, buffers, block_table, slot_mapping, self._max_model_len, decode_graph=decode_graph)
             metadata.update(dict.fromkeys(kv_group.layers, group))
         context = ForwardContext(
             attention_metadata=metadata,

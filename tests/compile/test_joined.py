@@ -82,19 +82,12 @@ class Backend:
         self.asked.append(f"attend {query.item():g} into {out.item():g}")
 
 
-@pytest.mark.parametrize(
-    ("joins", "allowed", "asked"),
-    [
-        (True, True, ["both"]),
-        (False, True, ["both", "rotate into 3", "attend 3 into 6"]),
-        (True, False, ["rotate into 3", "attend 3 into 6"]),
-    ],
-)
-def test_a_backend_does_both_or_one_after_the_other(joins: bool, allowed: bool, asked: list[str]) -> None:
+@pytest.mark.parametrize(("joins", "asked"), [(True, ["both"]), (False, ["both", "rotate into 3", "attend 3 into 6"])])
+def test_a_backend_does_both_or_one_after_the_other(joins: bool, asked: list[str]) -> None:
     backend = Backend(joins)
     layer = SimpleNamespace(backend=backend, kv_cache=object())
     metadata = SimpleNamespace(slot_mapping=torch.zeros(1))
-    context = ForwardContext(attention_layers={"layer": layer}, attention_metadata={"layer": metadata}, joins_rotation=allowed)
+    context = ForwardContext(attention_layers={"layer": layer}, attention_metadata={"layer": metadata})
     with set_forward_context(context):
         assert break_call(rotated_attention(), private=ALL)([torch.tensor(float(n)) for n in range(7)]) == ()
     assert backend.asked == asked

@@ -211,6 +211,7 @@ def test_rotation_and_write_inside(heads: Heads, dtype: torch.dtype, wide_angles
         joined, out = KVCache(*(half.clone() for half in halves), *scales), torch.full_like(batch.query, float("nan"))
         fresh = FreshKeys(key=projection.key, value=projection.value, rotation=rotation, slot_mapping=metadata.slot_mapping)
         assert why_not_rotated(projection.query, fresh) is None
+        torch.cuda.synchronize()  # the kernel reads the cache before its predecessor has ended
         decode_attention(spec, launch, projection.query, joined, out, metadata, None, fresh)
         for mine, theirs in ((joined.key, apart.key), (joined.value, apart.value)):
             same = mine.view(torch.uint8) == theirs.view(torch.uint8)
@@ -234,18 +235,21 @@ def test_a_row_without_a_slot_writes_nothing() -> None:
     fresh = FreshKeys(key=projection.key, value=projection.value, rotation=projection.rotation, slot_mapping=slots)
     before, out = batch.cache.key.clone(), torch.full_like(batch.query, float("nan"))
     for launch in LAUNCHES:
+        torch.cuda.synchronize()
         decode_attention(spec, launch, projection.query, batch.cache, out, batch.metadata, None, fresh)
         assert not out.isnan().any(), launch
     changed = (batch.cache.key.view(torch.int16) != before.view(torch.int16)).any(-1).any(-1).flatten().nonzero().flatten().tolist()
     assert set(changed) <= {slot for slot in slots.tolist() if slot >= 0}
 
 
-def test_a_backend_takes_both_for_decodes_alone() -> None:
+def test_a_backend_takes_both_for_settled_decodes_alone() -> None:
     spec = make_spec(8, 2, 128)
     heads = Heads(num_heads=8, num_kv_heads=2, head_size=128, rotary=128)
-    for lengths, taken in ((LENGTHS, True), ([(3, 4), (1, 9)], False)):
+    for lengths, settled, taken in ((LENGTHS, True, True), (LENGTHS, False, False), ([(3, 4), (1, 9)], True, False)):
         batch = make_batch(spec, lengths, dtype=torch.bfloat16, device="cuda").without_host()
         projection = project(heads, list(range(len(batch.query))), dtype=torch.bfloat16, device="cuda")
         out = torch.zeros_like(batch.query)
         made = (projection.query, projection.key, projection.value, projection.rotation)
-        assert TritonPaged(spec).rotate_and_attend(*made, batch.cache, out, batch.metadata) == taken == bool(out.any())
+        torch.cuda.synchronize()
+        metadata = replace(batch.metadata, settled=settled)
+        assert TritonPaged(spec).rotate_and_attend(*made, batch.cache, out, metadata) == taken == bool(out.any())

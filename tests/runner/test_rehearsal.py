@@ -12,7 +12,7 @@ import torch
 
 from rung import torch_compat
 from rung.attention import BatchBounds
-from rung.attention.backends import triton_paged
+from rung.attention.backends import decode_attention, rotary_write, triton_paged
 from rung.attention.backends.triton_paged import TritonPaged
 from rung.context import set_forward_context
 from rung.graphs import Dispatch, exact
@@ -39,30 +39,34 @@ CONFIG = LlamaConfig(
     num_heads=8,
     num_kv_heads=2,
     head_size=64,
-    max_position_embeddings=512,
+    max_position_embeddings=1024,
 )
 
 
-@pytest.fixture
-def rehearsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModelRunner, Any, Rehearsal]]:
-    """A runner of a device that is not there, inside its rehearsal, which is done."""
+@pytest.fixture(params=["triton", "cuda"])
+def rehearsed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, Any, Rehearsal]]:
+    """A runner of a device that is not there, inside its rehearsal, which is done; decodes by a kernel in Triton or in CUDA C++."""
     monkeypatch.setattr(triton_paged, "multiprocessors", lambda device: 4)
-    monkeypatch.setattr(triton_paged, "_early", lambda device: True)
+    for module in (triton_paged, rotary_write):
+        monkeypatch.setattr(module, "launches_early", lambda device: True)
+    monkeypatch.setattr(decode_attention, "why_not_decode_layer", lambda *layer: None if request.param == "cuda" else "another device")
     monkeypatch.setattr(support, "_why_not_device", lambda device: None)
-    module = empty_model(CONFIG, torch.bfloat16, "meta")
-    config = RunnerConfig(max_num_requests=6, max_num_tokens=80, max_model_len=512)
+    model = empty_model(CONFIG, torch.bfloat16, "meta")
+    config = RunnerConfig(max_num_requests=6, max_num_tokens=80, max_model_len=1024)
     with torch.no_grad(), rehearse_launches(90) as rehearsal:
         runner = ModelRunner(
-            module,
+            model,
             config,
             backend=TritonPaged,
-            forward=EagerForward(module),
+            forward=EagerForward(model),
             ops=TritonStepOps(),
             num_blocks=2,
             transfer=NoTransfer(torch.device("meta")),
         )
-        assert rehearse(runner, module) > 4
-        yield runner, module, rehearsal
+        assert rehearse(runner, model) > 4
+        names = {launcher.name for launcher, _, _ in rehearsal.wanted.values()}
+        assert ("decode_attention_kernel" in names) == (request.param == "cuda")
+        yield runner, model, rehearsal
 
 
 def test_no_step_asks_for_another_kernel(rehearsed: tuple[ModelRunner, Any, Rehearsal]) -> None:
@@ -72,7 +76,7 @@ def test_no_step_asks_for_another_kernel(rehearsed: tuple[ModelRunner, Any, Rehe
         (tokens, requests, longest)
         for tokens in (*range(1, 13), *range(13, 81, 9))
         for requests in {1, min(6, tokens)}
-        for longest in (1, 512)
+        for longest in (1, 512, 513, 1024)
     ]
     for tokens, requests, longest in cases:
         most = -(-tokens // requests)

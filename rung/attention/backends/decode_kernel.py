@@ -8,7 +8,7 @@ without a second kernel and without memory between them.
 
 With ROTATED the kernel is given queries, keys and values as the projection made them, and does what `rotate_and_write_kernel` does: every
 warp rotates its queries in registers, the one that has the last tile rotates the new key, writes it and its value to the cache, and puts
-both into its tile.
+both into its tile. Tiles of earlier steps are on their way before the projection has ended.
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ __device__ void add_four(float (&sums)[8], int at, float4 x, float weight) {
 // One row of the batch and one KV head a cluster; grid: (KV heads, in clusters; rows). query [rows, heads, HEAD_SIZE]; out like it, e4m3
 // with out_scale [1] where OUT_SCALED; caches [pages, BLOCK_SIZE, KV heads, HEAD_SIZE]; starts int32 [num_requests + 1]; lengths int32
 // [num_requests]; table int32 [num_requests, table_columns]. Strides count elements; those of the caches are multiples of 16 bytes.
-// Read where ROTATED: key and value [rows, KV heads, HEAD_SIZE]; cosine and sine [rows, ROTATED]; weights [HEAD_SIZE]; slots int64 [rows].
+// Where ROTATED, a kernel that was launched normally lies between whoever wrote starts, lengths, table, slots and the keys of earlier
+// steps, and this one, so that they are read while the predecessor runs, which makes the rest: key and value [rows, KV heads, HEAD_SIZE];
+// cosine and sine [rows, ROTATED]; weights [HEAD_SIZE]; slots int64 [rows].
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention_kernel(
     const u16* query, void* out, u8* key_cache, u8* value_cache, const int* starts, const int* lengths, const int* table,
     const float* out_scale, int num_requests, float scale, float value_scale, float soft_cap, int query_token_stride, int query_head_stride,
@@ -184,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
   const int block = blockIdx.x % BLOCKS, kv_head = blockIdx.x / BLOCKS, row = blockIdx.y, worker = warp * BLOCKS + block;
   const u32 ring = shared_address(raw) + warp * REGION;
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (PROGRAMMATIC) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (PROGRAMMATIC && !ROTATED) asm volatile("griddepcontrol.wait;" ::: "memory");
 
   // A steady batch has request i in row i; what is read for that guess is read at once.
   int request = row < num_requests ? row : num_requests - 1, start = starts[request], stop = starts[request + 1], length = lengths[request];
@@ -207,6 +209,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
   if (WINDOW > 0 || !guessed) page = lane < tiles ? pages[(first_tile + worker + lane * WORKERS) * 16 / BLOCK_SIZE] : 0;
 
   const long long slot_of_row = ROTATED ? slots[row] : 0;
+  key_cache += (u64)kv_head * head_stride * BYTES, value_cache += (u64)kv_head * head_stride * BYTES;
+  const int known = end - (ROTATED && slot_of_row >= 0);  // keys that are in the cache
+  u64 from = 0;  // of the tile that is brought
+  // Unit 2 * i are the keys of tile i, unit 2 * i + 1 its values.
+  auto issue = [&](int tile, bool values, u32 slot) {
+    if (tile < tiles) {
+      const int key = (first_tile + worker + tile * WORKERS) * 16;
+      if (!values) {
+        if (tile % 32 == 0 && tile > 0) page = tile + lane < tiles ? pages[(key + lane * WORKERS * 16) / BLOCK_SIZE] : 0;
+        const u64 of_page = __shfl_sync(~0u, page, tile % 32);
+        from = (of_page * block_stride + (u64)(key % BLOCK_SIZE) * slot_stride) * BYTES;
+      }
+      const u8* base = (values ? value_cache : key_cache) + from;
+#pragma unroll
+      for (int i = 0; i < CHUNKS / 2; i++) {
+        const int r = (i * 32 + lane) / CHUNKS, c = lane % CHUNKS;
+        bring(slot + place(r, c), base + (u64)r * slot_stride * BYTES + 16 * c, key + r < known ? 16 : 0);
+      }
+    }
+    commit();
+  };
+
+#pragma unroll
+  for (int u = 0; u < SLOTS - 1; u++) issue(u / 2, u % 2, ring + u * SLOT);
+  if (PROGRAMMATIC && ROTATED) asm volatile("griddepcontrol.wait;" ::: "memory");
+
   const u8* cosines = (const u8*)cosine + (u64)row * cosine_stride * (WIDE ? 4 : 2);
   const u8* sines = (const u8*)sine + (u64)row * sine_stride * (WIDE ? 4 : 2);
   // The queries as columns: a thread holds, of query `line`, dimensions that are neighbours in pairs.
@@ -262,9 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
     }
   }
 
-  key_cache += (u64)kv_head * head_stride * BYTES, value_cache += (u64)kv_head * head_stride * BYTES;
   // The new key and value, by the warp that has the last tile.
-  const int known = end - (ROTATED && slot_of_row >= 0);  // keys that are in the cache
   const bool last_is_mine = ROTATED && known < end && tiles > 0 && worker == (last_tile - 1 - first_tile) % WORKERS;
   u8* fresh = raw + STAGED + warp * 2 * ROW + lane * OWN_BYTES;
   if (last_is_mine) {
@@ -309,33 +335,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
     __syncwarp();
   };
 
-  u64 from = 0;  // of the tile that is brought
-  // Unit 2 * i are the keys of tile i, unit 2 * i + 1 its values.
-  auto issue = [&](int tile, bool values, u32 slot) {
-    if (tile < tiles) {
-      const int key = (first_tile + worker + tile * WORKERS) * 16;
-      if (!values) {
-        if (tile % 32 == 0 && tile > 0) page = tile + lane < tiles ? pages[(key + lane * WORKERS * 16) / BLOCK_SIZE] : 0;
-        const u64 of_page = __shfl_sync(~0u, page, tile % 32);
-        from = (of_page * block_stride + (u64)(key % BLOCK_SIZE) * slot_stride) * BYTES;
-      }
-      const u8* base = (values ? value_cache : key_cache) + from;
-#pragma unroll
-      for (int i = 0; i < CHUNKS / 2; i++) {
-        const int r = (i * 32 + lane) / CHUNKS, c = lane % CHUNKS;
-        bring(slot + place(r, c), base + (u64)r * slot_stride * BYTES + 16 * c, key + r < known ? 16 : 0);
-      }
-    }
-    commit();
-  };
-
   float sums[STEPS][4];
 #pragma unroll
   for (int i = 0; i < STEPS; i++) sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.0f;
   float highest[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};  // of queries 2 * quad and 2 * quad + 1
   const float factor = SOFT_CAP ? 1.0f : scale * LOG2E;
-#pragma unroll
-  for (int u = 0; u < SLOTS - 1; u++) issue(u / 2, u % 2, ring + u * SLOT);
   u32 slot = ring, free = ring + (SLOTS - 1) * SLOT;
   const u32 ring_end = ring + SLOTS * SLOT;
   for (int tile = 0; tile < tiles; tile++) {

@@ -180,7 +180,7 @@ class TritonPaged(AttentionBackend):
         metadata: AttentionMetadata,
         out_scale: torch.Tensor | None = None,
     ) -> bool:
-        if not self._decodes(query, cache, out, metadata) or metadata.slot_mapping.shape[0] != query.shape[0]:
+        if not metadata.settled or metadata.slot_mapping.shape[0] != query.shape[0] or not self._decodes(query, cache, out, metadata):
             return False
         fresh = FreshKeys(key=key, value=value, rotation=rotation, slot_mapping=metadata.slot_mapping)
         if why_not_rotated(query, fresh) is not None:

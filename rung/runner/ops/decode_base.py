@@ -35,6 +35,7 @@ class DecodeState:
 
     enabled: torch.Tensor  # int32 [1]; 0: the graph ends with the logits, somebody else samples and advances
     step: torch.Tensor  # int64 [1], replays so far
+    fence: torch.Tensor  # int32 [1], for `DecodeOps.settle`
     history: torch.Tensor  # int64 [H, R], in row `step % H` the token of each batch row, -1 where none was sampled, below where it failed
     history_np: npt.NDArray[np.int64] | None  # the history as the host sees it, None where only a copy would do
 
@@ -44,6 +45,7 @@ class DecodeState:
         return cls(
             enabled=torch.ones(1, dtype=torch.int32, device=device),
             step=torch.full((1,), -1, dtype=torch.int64, device=device),
+            fence=torch.zeros(1, dtype=torch.int32, device=device),
             history=history.fill_(-1),
             history_np=history_np,
         )
@@ -57,6 +59,11 @@ class DecodeOps(ABC):
     def inputs(self, slots: RequestSlots, table: BlockTable, buffers: InputBuffers, num_rows: int) -> None:
         """Ids, positions, lengths, block table and slot mapping of the first `num_rows` rows, as the operations of `StepOps` give them
         for queries of one token: a row without a slot has one key, in block 0. Called once for each block table."""
+
+    def settle(self, state: DecodeState) -> None:
+        """Enqueue something that is launched normally, so that what was enqueued before is over when any later kernel starts, even one that
+        is launched while its predecessor runs."""
+        state.fence.add_(1)
 
     @abstractmethod
     def pick(

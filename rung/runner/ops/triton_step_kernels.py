@@ -15,10 +15,20 @@ import triton
 import triton.language as tl
 
 
+def specialised_on(*names):
+    """A kernel that is specialised on these arguments alone: where the number of bytes a load takes follows from them."""
+
+    def decorated(function):
+        parameters = inspect.signature(function).parameters.values()
+        others = [p.name for p in parameters if "constexpr" not in str(p.annotation) and p.name not in names]
+        return triton.jit(do_not_specialize=others)(function)
+
+    return decorated
+
+
 def unspecialised(function):
     """A kernel that is specialised on no argument, neither on its value nor on the alignment of its address: too small to gain from it."""
-    parameters = inspect.signature(function).parameters.values()
-    return triton.jit(do_not_specialize=[p.name for p in parameters if "constexpr" not in str(p.annotation)])(function)
+    return specialised_on()(function)
 
 
 @unspecialised

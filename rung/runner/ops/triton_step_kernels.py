@@ -10,12 +10,14 @@ the request whose range in `query_start_loc` holds it, found by a binary search;
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
 
 
-def specialised_on(*names):
+def specialised_on(*names: str) -> Callable[[Any], Any]:
     """A kernel that is specialised on these arguments alone: where the number of bytes a load takes follows from them."""
 
     def decorated(function):

@@ -40,10 +40,12 @@ class ChunkTiles:
         return self.steps * self.block
 
 
-# The largest number of rows and its tiles. Few rows want many programs, many rows few edges of programs.
+# The largest number of rows and its tiles, as measured on an H200 (docs/performance.md). Few rows want many programs, many rows many loads
+# on their way in each; noise is bound by its arithmetic and wants neither.
 _TILES = (
-    (16, ChunkTiles(block=2048, steps=1, num_warps=4)),
-    (2**31, ChunkTiles(block=2048, steps=4, num_warps=4)),
+    (16, ChunkTiles(block=1024, steps=1, num_warps=4)),
+    (64, ChunkTiles(block=2048, steps=4, num_warps=8)),
+    (2**31, ChunkTiles(block=1024, steps=8, num_warps=4)),
 )
 
 

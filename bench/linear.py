@@ -2,6 +2,7 @@
 
     python -m bench.linear --target llama-8b --rows 1,8,64 --out linear.json            # the configurations that rung uses
     python -m bench.linear --target llama-8b --rows 1,8,64 --sweep --out sweep.json     # tries many, all compiled first on every core
+    python -m bench.linear --target llama-8b --rows 2,4,16 --sweep --near               # what is near those in use, in a minute
     python -m bench.linear --target llama-8b --rows 1,8,64 --fp8                        # e4m3 weights, and beside one row e4m3 rows
 
 Each line is us a call, with weights that are not in the L2 cache: a graph runs one call a weight set, and the sets are 200 MB together.
@@ -188,6 +189,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--limit", type=int, default=100, help="candidates of a sweep for each case, drawn by chance")
+    parser.add_argument("--near", action="store_true", help="of up to 16 rows try what is near the tiles that won before")
     parser.add_argument("--count", action="store_true", help="count the candidates of a sweep and stop")
     parser.add_argument("--best", type=int, default=3, help="lines shown of a sweep")
     parser.add_argument("--out", type=Path)
@@ -197,7 +199,7 @@ def main() -> None:
     plan = [(case, rows) for rows in sizes for whole in wanted for case in whole.variants(rows)]
     chosen = {}
     for case, rows in plan:  # what is in use is measured in every sweep
-        some = drawn(case, rows, options.limit) if options.sweep else []
+        some = drawn(case, rows, options.limit, options.near) if options.sweep else []
         chosen[case, rows] = list(dict.fromkeys([*in_use(case, rows), *some]))
     jobs = list(
         {image_of(*job): job for job in ((case, rows, tiles) for (case, rows), tilings in chosen.items() for tiles in tilings)}.values()

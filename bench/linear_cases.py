@@ -68,62 +68,65 @@ def cases(target: str, fp8: bool = False) -> list[Case]:
     return found if fp8 else [*found, Case("head", shape.vocab_size, hidden)]  # a head stays as it is
 
 
-def candidates(case: Case, rows: int) -> Iterator[Tiles]:
-    """Tiles worth a try, each with several amounts of prefetching."""
-    if 1 < rows <= 16:
-        yield from _few(case, rows)
+def candidates(case: Case, rows: int, near: bool = False) -> Iterator[Tiles]:
+    """Tiles worth a try, each with several amounts of prefetching; `near`: near those that won, for up to 16 rows."""
+    if near and rows <= 16:
+        yield from _near_vectors(case, rows) if _is_vector(case, rows) else _near_tiles(case, rows)
         return
-    for tiles in _vectors(case) if rows == 1 else _tiles(case, rows):
+    for tiles in _vectors(case, rows) if _is_vector(case, rows) else _tiles(case, rows):
         for prefetch in (-1, 0, 256, 1024, 4096):
             if prefetch <= case.k // tiles.splits:
                 yield replace(tiles, prefetch=prefetch)
 
 
-def _vectors(case: Case) -> Iterator[Tiles]:
+def _is_vector(case: Case, rows: int) -> bool:
+    return rows == 1 or (rows <= VECTOR_ROWS and (case.norm or case.residual))
+
+
+def _block_m(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
+
+
+def _vectors(case: Case, rows: int) -> Iterator[Tiles]:
     for block_n, block_k, warps in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048, 4096), (2, 4, 8)):
         per_thread = block_n * block_k // (32 * warps)
         if 16 <= per_thread <= (128 if case.fp8 else 64) // (2 if case.activation else 1) and block_k < 2 * case.k:
             for stages in (1,) if block_k >= case.k else (1, 3):
-                yield Tiles(block_m=1, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
+                yield Tiles(block_m=_block_m(rows), block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
 
 
-def _few(case: Case, rows: int) -> Iterator[Tiles]:
-    """Without matrix units where norm and residual are inside; else what is near the winners at 8 rows."""
+def _near_vectors(case: Case, rows: int) -> Iterator[Tiles]:
     small, doubled = case.k < 4096, 2 if case.activation else 1
-    if case.norm or case.residual:
-        shapes = ((1024, 8), (1024, 4), (1024, 2), (512, 4), (512, 2), (256, 4)) if small else ((2048, 8), (1024, 4), (512, 4), (256, 4))
-        for block_n, (block_k, warps) in itertools.product((1, 2, 4, 8, 16), shapes):
-            each = doubled * block_n * block_k // (32 * warps)  # weights of a step in a thread; 8 are one load
-            tiles = Tiles(block_m=2 if rows == 2 else VECTOR_ROWS, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=1)
-            if 8 <= each <= 64 and block_k < 2 * case.k and block_n * block_k >= 32 * warps * 8 and (small or each >= 16):
-                tiles = replace(tiles, block_k=2 * block_k) if case.fp8 else tiles
-                yield replace(tiles, prefetch=256)
-                if not small:
-                    yield replace(tiles, prefetch=1024)
-                    yield replace(tiles, prefetch=256, num_stages=3)
-        return
-    depths = (64, 128, 256)
-    for block_n, block_k, stages, prefetch in itertools.product((16, 32, 64), depths, (3, 4, 6), (0, 256)):
-        for splits, block_m in itertools.product((2, 4) if case.splittable else (1,), (16,) if rows > 8 or case.fp8 else (8, 16)):
-            swap = block_n == 64 or block_m == 8
-            warps = 4 if block_n == 64 else block_n // 16
+    shapes = ((1024, 8), (1024, 4), (1024, 2), (512, 4), (512, 2), (256, 4)) if small else ((2048, 8), (1024, 4), (512, 4), (256, 4))
+    for block_n, (block_k, warps) in itertools.product((1, 2, 4, 8, 16), shapes):
+        each = doubled * block_n * block_k // (32 * warps)  # weights of a step in a thread; 8 are one load
+        tiles = Tiles(block_m=_block_m(rows), block_n=block_n, block_k=block_k, num_warps=warps, num_stages=1)
+        if 8 <= each <= 64 and block_k < 2 * case.k and block_n * block_k >= 32 * warps * 8 and (small or each >= 16):
+            tiles = replace(tiles, block_k=2 * block_k) if case.fp8 else tiles
+            yield replace(tiles, prefetch=256)
+            yield replace(tiles, prefetch=512 if case.k < 1024 else 1024)  # of small weights all
+            if not small:
+                yield replace(tiles, prefetch=256, num_stages=3)
+
+
+def _near_tiles(case: Case, rows: int) -> Iterator[Tiles]:
+    small, doubled = case.k < 4096, 2 if case.activation else 1
+    depths, fetched = ((64, 128), (256, 512)) if small else ((64, 128, 256), (0, 256))
+    block_ms = (16,) if rows > 8 or case.fp8 else (8, 16)
+    for block_n, block_k, stages, prefetch in itertools.product((16, 32, 64), depths, (3, 4, 6), fetched):
+        for splits, block_m in itertools.product((2, 4) if case.splittable else (1,), block_ms):
             staged = (block_m + doubled * block_n) * block_k * (1 if case.fp8 else 2) * stages
-            steps = -(-case.k // (block_k * splits))
             programs = -(-case.n // block_n) * splits
-            if staged > SHARED_LIMIT or steps < 2 or programs < 60 or (small and block_n == 64) or (not small and block_n == 16):
+            if staged > SHARED_LIMIT or -(-case.k // (block_k * splits)) < 2 or programs < 60:
                 continue
-            if not small and min(programs / 132, SHARED_LIMIT // staged) * staged < 40 * 1024:
+            if (small and block_n == 64) or (
+                not small and (block_n == 16 or min(programs / 132, SHARED_LIMIT // staged) * staged < 40 * 1024)
+            ):
                 continue
-            yield Tiles(
-                block_m=16,
-                block_n=block_n,
-                block_k=block_k,
-                num_warps=warps,
-                num_stages=stages,
-                splits=splits,
-                prefetch=prefetch,
-                swap=swap,
-            )
+            for swap in (True,) if block_n == 64 or block_m == 8 else (False, True) if small else (False,):
+                warps = 4 if block_n == 64 else block_n // 16
+                shape = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "splits": splits, "swap": swap}
+                yield Tiles(**shape, num_warps=warps, num_stages=stages, prefetch=prefetch)
 
 
 def _tiles(case: Case, rows: int) -> Iterator[Tiles]:
@@ -175,6 +178,6 @@ def in_use(case: Case, rows: int) -> list[Tiles]:
     return [] if tiles is None or (inside and not tiles.vector) or (rows > 1 and case.is_part and tiles.vector != inside) else [tiles]
 
 
-def drawn(case: Case, rows: int, limit: int) -> list[Tiles]:
+def drawn(case: Case, rows: int, limit: int, near: bool = False) -> list[Tiles]:
     """At most `limit` of the candidates, by chance, and the same ones for cases that share kernels."""
-    return sorted(candidates(case, rows), key=lambda tiles: zlib.crc32(repr(image_of(case, rows, tiles)).encode()))[:limit]
+    return sorted(candidates(case, rows, near), key=lambda tiles: zlib.crc32(repr(image_of(case, rows, tiles)).encode()))[:limit]

@@ -2,6 +2,7 @@
 
     python -m bench.linear --target llama-8b --rows 1,8,64 --out linear.json            # the configurations that rung uses
     python -m bench.linear --target llama-8b --rows 1,8,64 --sweep --out sweep.json     # tries many, all compiled first on every core
+    python -m bench.linear --target llama-8b --rows 2,4,16 --sweep --near               # what is near those in use, in a minute
     python -m bench.linear --target llama-8b --rows 1,8,64 --fp8                        # e4m3 weights, and beside one row e4m3 rows
 
 Each line is us a call, with weights that are not in the L2 cache: a graph runs one call a weight set, and the sets are 200 MB together.
@@ -30,7 +31,7 @@ from rung import torch_compat
 from rung.launch.specialise import OPTIONS, specialise
 from rung.models.random import SHAPES
 from rung.passes.kernels import launches
-from rung.passes.kernels.launches import Surroundings, Tiles
+from rung.passes.kernels.launches import VECTOR_ROWS, Surroundings, Tiles
 
 BYTES_A_US = 4.2e6
 
@@ -44,7 +45,7 @@ def tensors(case: Case, rows: int, device: str, sets: int) -> tuple[torch.Tensor
     if case.fp8:
         weights = [weight.to(torch.float8_e4m3fn) for weight in weights]
         scales["weight_scale"] = torch.ones(case.weight_rows, device=device)
-        if rows > 1:
+        if rows > 1 and not (case.norm or case.residual):  # inside of which rows stay as they are
             x, scales["x_scale"] = x.to(torch.float8_e4m3fn), torch.ones(rows, 1, device=device)
     around = Surroundings(
         **scales,
@@ -61,7 +62,7 @@ def compile_one(job: tuple[Case, int, Tiles]) -> str | None:
     case, rows, tiles = job
     if tiles.wide:
         return None  # NVRTC takes half a second for one; the first call does it
-    launcher = launches.VECTOR if tiles.block_m == 1 else launches.PRODUCT
+    launcher = launches.VECTOR if tiles.vector else launches.PRODUCT
     calls: list[Any] = []
     launcher.run = lambda grid, *values, **named: calls.append((values, named))
     x, (weight,), around = tensors(case, rows, "cpu", 1)
@@ -127,20 +128,46 @@ def measure(case: Case, rows: int, tilings: list[Tiles]) -> list[dict[str, Any]]
         except Exception as error:
             print(f"{case.name} {rows} {tiles}: {str(error)[:200]}", flush=True)
             continue
-        found.append({**base, "how": "ours", "us": us, "tiles": asdict(tiles)})
+        found.append({**base, "how": "ours", "us": us, "tiles": asdict(tiles), "in_use": tiles in in_use(case, rows)})
     return found
 
 
-def norms(target: str, rows: int) -> str:
-    """us of the kernel between two products, for one part, and more parts of the product before it."""
-    n, found = SHAPES[target].hidden_size, []
+def norms(target: str, rows: int) -> tuple[str, dict[int, float]]:
+    """us of the kernel between two products, for one part, and more parts of the product before it: a text, and those of programmatic
+    launches."""
+    n, found, by_parts = SHAPES[target].hidden_size, [], {}
     weight, residual = (torch.randn(size, dtype=torch.bfloat16, device="cuda") for size in ((n,), (rows, n)))
     for parts in (1, 2, 4, 8):
         x = torch.randn((parts, rows, n), device="cuda") if parts > 1 else residual.clone()
         for pdl in (False, True):
             us = timed([lambda x=x, p=pdl: launches.add_norm(x, residual, weight, 1e-5, programmatic=p)] * 64)
             found.append(f"{parts}{' pdl' if pdl else ''} {us:.2f}")
-    return f"add_norm {rows:4}: " + ", ".join(found)
+        by_parts[parts] = us
+    return f"add_norm {rows:4}: " + ", ".join(found), by_parts
+
+
+def layer(rows: int, found: list[dict[str, Any]], norm_us: dict[int, float]) -> str:
+    """The sum over the products of a layer and the norms between them, by who computes them; bf16."""
+    best: dict[str, dict[str, dict[str, Any]]] = {"cublas": {}, "in use": {}, "inside": {}, "bare": {}}
+    for row in found:
+        name, bare = row["case"].removesuffix(" bare"), row["case"].endswith(" bare")
+        if row["rows"] != rows or name == "head":
+            continue
+        kinds = ["cublas"] if row["how"].startswith("cublas") and bare == (rows > VECTOR_ROWS) else []
+        kinds += (["bare" if bare else "inside"] + ["in use"] * row["in_use"]) if row["how"] == "ours" else []
+        for kind in kinds:
+            known = best[kind].get(name)
+            if known is None or (row["us"] < known["us"] and row["how"] == "ours") or row["how"] == "cublas+kernels":
+                best[kind][name] = row
+    lines = []
+    for kind, rows_of in best.items():
+        total = sum(row["us"] for row in rows_of.values())
+        for row in rows_of.values():  # the kernel behind a product without its residual
+            if row["how"] == "ours" and row["case"] in ("o bare", "down bare"):
+                total += norm_us[row["tiles"]["splits"]]
+        if len(rows_of) == 4:
+            lines.append(f"{kind} {total:.2f}")
+    return f"layer {rows:10} | " + ", ".join(lines)
 
 
 def shown(tiles: dict[str, Any] | None) -> str:
@@ -162,6 +189,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--limit", type=int, default=100, help="candidates of a sweep for each case, drawn by chance")
+    parser.add_argument("--near", action="store_true", help="of up to 16 rows try what is near the tiles that won before")
     parser.add_argument("--count", action="store_true", help="count the candidates of a sweep and stop")
     parser.add_argument("--best", type=int, default=3, help="lines shown of a sweep")
     parser.add_argument("--out", type=Path)
@@ -169,7 +197,10 @@ def main() -> None:
     sizes = [int(rows) for rows in options.rows.split(",")]
     wanted = [case for case in cases(options.target, options.fp8) if case.name in options.cases.split(",")]
     plan = [(case, rows) for rows in sizes for whole in wanted for case in whole.variants(rows)]
-    chosen = {(case, rows): drawn(case, rows, options.limit) if options.sweep else in_use(case, rows) for case, rows in plan}
+    chosen = {}
+    for case, rows in plan:  # what is in use is measured in every sweep
+        some = drawn(case, rows, options.limit, options.near) if options.sweep else []
+        chosen[case, rows] = list(dict.fromkeys([*in_use(case, rows), *some]))
     jobs = list(
         {image_of(*job): job for job in ((case, rows, tiles) for (case, rows), tilings in chosen.items() for tiles in tilings)}.values()
     )
@@ -183,18 +214,23 @@ def main() -> None:
         failed = [why for why in pool.imap_unordered(compile_one, jobs, chunksize=4) if why]
     print(f"{len(jobs)} kernels compiled in {time.perf_counter() - start:.0f} s, {len(failed)} do not compile: {failed[:2]}", flush=True)
     everything = []
+    between = {}
     for rows in sizes:
-        print(norms(options.target, rows), flush=True)
+        text, between[rows] = norms(options.target, rows)
+        print(text, flush=True)
     for (case, rows), tilings in chosen.items():
         found = measure(case, rows, tilings)
         everything += found
         others = {row["how"]: row["us"] for row in found if row["how"] != "ours"}
         ours = sorted((row for row in found if row["how"] == "ours"), key=lambda row: row["us"])[: options.best]
-        best = "; ".join(f"{row['us']:.2f} [{shown(row['tiles'])}]" for row in ours)
+        used = [f"in use {row['us']:.2f} [{shown(row['tiles'])}] |" for row in found if row.get("in_use")]
+        best = "; ".join([*used, *(f"{row['us']:.2f} [{shown(row['tiles'])}]" for row in ours)])
         print(
             f"{case.name:13} {rows:4} floor {found[0]['floor_us']:6.2f} {' '.join(f'{k} {v:.2f}' for k, v in others.items())} | {best}",
             flush=True,
         )
+        if not options.fp8 and (case, rows) == [job for job in chosen if job[1] == rows][-1]:
+            print(layer(rows, everything, between[rows]), flush=True)
         if options.out is not None:
             options.out.write_text(json.dumps(everything, indent=1) + "\n")
 

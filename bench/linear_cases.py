@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rung.models.random import SHAPES
-from rung.passes.kernels.launches import Tiles
+from rung.passes.kernels.launches import VECTOR_ROWS, Tiles
 from rung.passes.kernels.tiles import Dtypes, tiles_for
 
 SHARED_LIMIT = 225 * 1024
@@ -40,13 +40,20 @@ class Case:
         return self.name in ("o bare", "down bare")
 
     @property
+    def is_part(self) -> bool:
+        """Whether a norm or a residual belongs to the product, inside or not."""
+        return self.norm or self.residual or self.name.endswith(" bare")
+
+    @property
     def sets(self) -> int:
         return max(3, min(256, 200_000_000 // self.weight_bytes))
 
     def variants(self, rows: int) -> list[Case]:
-        """One row has norm and residual in its product, more have them in a kernel of their own behind it."""
+        """One row has norm and residual in its product, many have them in a kernel of their own behind it, few may have either."""
+        if rows == 1 or not (self.norm or self.residual):
+            return [self]
         bare = Case(self.name + " bare", self.n, self.k, activation=self.activation, fp8=self.fp8)
-        return [self] if rows == 1 or not (self.norm or self.residual) else [bare]
+        return [self, bare] if rows <= VECTOR_ROWS else [bare]
 
 
 def cases(target: str, fp8: bool = False) -> list[Case]:
@@ -61,20 +68,65 @@ def cases(target: str, fp8: bool = False) -> list[Case]:
     return found if fp8 else [*found, Case("head", shape.vocab_size, hidden)]  # a head stays as it is
 
 
-def candidates(case: Case, rows: int) -> Iterator[Tiles]:
-    """Tiles worth a try, each with several amounts of prefetching."""
-    for tiles in _vectors(case) if rows == 1 else _tiles(case, rows):
+def candidates(case: Case, rows: int, near: bool = False) -> Iterator[Tiles]:
+    """Tiles worth a try, each with several amounts of prefetching; `near`: near those that won, for up to 16 rows."""
+    if near and rows <= 16:
+        yield from _near_vectors(case, rows) if _is_vector(case, rows) else _near_tiles(case, rows)
+        return
+    for tiles in _vectors(case, rows) if _is_vector(case, rows) else _tiles(case, rows):
         for prefetch in (-1, 0, 256, 1024, 4096):
             if prefetch <= case.k // tiles.splits:
                 yield replace(tiles, prefetch=prefetch)
 
 
-def _vectors(case: Case) -> Iterator[Tiles]:
+def _is_vector(case: Case, rows: int) -> bool:
+    return rows == 1 or (rows <= VECTOR_ROWS and (case.norm or case.residual))
+
+
+def _block_m(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
+
+
+def _vectors(case: Case, rows: int) -> Iterator[Tiles]:
     for block_n, block_k, warps in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048, 4096), (2, 4, 8)):
         per_thread = block_n * block_k // (32 * warps)
         if 16 <= per_thread <= (128 if case.fp8 else 64) // (2 if case.activation else 1) and block_k < 2 * case.k:
             for stages in (1,) if block_k >= case.k else (1, 3):
-                yield Tiles(block_m=1, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
+                yield Tiles(block_m=_block_m(rows), block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
+
+
+def _near_vectors(case: Case, rows: int) -> Iterator[Tiles]:
+    small, doubled = case.k < 4096, 2 if case.activation else 1
+    shapes = ((1024, 8), (1024, 4), (1024, 2), (512, 4), (512, 2), (256, 4)) if small else ((2048, 8), (1024, 4), (512, 4), (256, 4))
+    for block_n, (block_k, warps) in itertools.product((1, 2, 4, 8, 16), shapes):
+        each = doubled * block_n * block_k // (32 * warps)  # weights of a step in a thread; 8 are one load
+        tiles = Tiles(block_m=_block_m(rows), block_n=block_n, block_k=block_k, num_warps=warps, num_stages=1)
+        if 8 <= each <= 64 and block_k < 2 * case.k and block_n * block_k >= 32 * warps * 8 and (small or each >= 16):
+            tiles = replace(tiles, block_k=2 * block_k) if case.fp8 else tiles
+            yield replace(tiles, prefetch=256)
+            yield replace(tiles, prefetch=512 if case.k < 1024 else 1024)  # of small weights all
+            if not small:
+                yield replace(tiles, prefetch=256, num_stages=3)
+
+
+def _near_tiles(case: Case, rows: int) -> Iterator[Tiles]:
+    small, doubled = case.k < 4096, 2 if case.activation else 1
+    depths, fetched = ((64, 128), (256, 512)) if small else ((64, 128, 256), (0, 256))
+    block_ms = (16,) if rows > 8 or case.fp8 else (8, 16)
+    for block_n, block_k, stages, prefetch in itertools.product((16, 32, 64), depths, (3, 4, 6), fetched):
+        for splits, block_m in itertools.product((2, 4) if case.splittable else (1,), block_ms):
+            staged = (block_m + doubled * block_n) * block_k * (1 if case.fp8 else 2) * stages
+            programs = -(-case.n // block_n) * splits
+            if staged > SHARED_LIMIT or -(-case.k // (block_k * splits)) < 2 or programs < 60:
+                continue
+            if (small and block_n == 64) or (
+                not small and (block_n == 16 or min(programs / 132, SHARED_LIMIT // staged) * staged < 40 * 1024)
+            ):
+                continue
+            for swap in (True,) if block_n == 64 or block_m == 8 else (False, True) if small else (False,):
+                warps = 4 if block_n == 64 else block_n // 16
+                shape = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "splits": splits, "swap": swap}
+                yield Tiles(**shape, num_warps=warps, num_stages=stages, prefetch=prefetch)
 
 
 def _tiles(case: Case, rows: int) -> Iterator[Tiles]:
@@ -119,10 +171,13 @@ def image_of(case: Case, rows: int, tiles: Tiles) -> tuple[Any, ...]:
 
 
 def in_use(case: Case, rows: int) -> list[Tiles]:
-    tiles = tiles_for(rows, case.n, case.k, activation=case.activation, splittable=case.splittable, fp8=Dtypes(case.fp8, case.fp8))
-    return [] if tiles is None else [tiles]
+    tiles = tiles_for(
+        rows, case.n, case.k, activation=case.activation, splittable=case.name.startswith(("o", "down")), fp8=Dtypes(case.fp8, case.fp8)
+    )
+    inside = case.norm or case.residual
+    return [] if tiles is None or (inside and not tiles.vector) or (rows > 1 and case.is_part and tiles.vector != inside) else [tiles]
 
 
-def drawn(case: Case, rows: int, limit: int) -> list[Tiles]:
+def drawn(case: Case, rows: int, limit: int, near: bool = False) -> list[Tiles]:
     """At most `limit` of the candidates, by chance, and the same ones for cases that share kernels."""
-    return sorted(candidates(case, rows), key=lambda tiles: zlib.crc32(repr(image_of(case, rows, tiles)).encode()))[:limit]
+    return sorted(candidates(case, rows, near), key=lambda tiles: zlib.crc32(repr(image_of(case, rows, tiles)).encode()))[:limit]

@@ -2,6 +2,7 @@
 
     python -m bench.sampling --out sampling.json                 # device and host time of `Sampler.sample`
     python -m bench.sampling --window smollm2 --device cpu       # the engine with a JSON schema; needs xgrammar
+    python -m bench.sampling --tiles --rows 8,64,256 --out tiles.json    # tries tiles of greedy sampling, all compiled first on every core
 
 Device time is the median of `--rounds` calls between two events, host time the median of calls that are not waited for; on a CPU both are
 the wall clock. Every row of the batch has the feature.
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.sampling_tiles import sweep
 from rung.cli.options import resolve_device
 from rung.counters import Counters
 from rung.models import load_model
@@ -159,10 +161,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--window", metavar="MODEL", help="measure the grammar window with this model instead")
     parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--tiles", action="store_true", help="measure tiles of greedy sampling instead")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    device = resolve_device(options.device)
     sizes = [int(size) for size in options.rows.split(",")]
+    if options.tiles:
+        lines = sweep(sizes)
+        if options.out:
+            options.out.write_text(json.dumps({"torch": torch.__version__, "rows": lines}, indent=1))
+        return
+    device = resolve_device(options.device)
     if options.window:
         found = [window(options.window, device, size, options.tokens) for size in sizes]
     else:

@@ -59,6 +59,11 @@ class DecodeStep:
         self._ops.sample(logits, self._slots, self._buffers, self._sampler.rows, self.state)
         return logits
 
+    def rehearse_sampling(self, logits: torch.Tensor) -> None:
+        """Launch every kernel that sampling up to so many rows of logits [rows, vocab] may take, where launches are rehearsed."""
+        for rows in self._ops.rehearsal(logits.shape[0]):
+            self._ops.sample(logits[:rows], self._slots, self._buffers, self._sampler.rows, self.state)
+
     # --- around replays ---
 
     def begin(self, num_rows: int, *, sampling: bool) -> None:

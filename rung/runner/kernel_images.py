@@ -83,12 +83,14 @@ def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfi
     rehearse(runner, compiled)
     decode = DecodePlan(compiled, runner.decode)
     descriptors = planned_descriptors(config, TritonPaged.capture_support)
-    for descriptor in _decode_graphs(
-        runner, [found for found in descriptors if found.mode is GraphMode.FULL and found.uniform_query_len == 1]
-    ):
+    decodes = [found for found in descriptors if found.mode is GraphMode.FULL and found.uniform_query_len == 1]
+    for descriptor in _decode_graphs(runner, decodes):
         rows = descriptor.num_tokens
         with runner.dummy_context(Dispatch(descriptor)):
-            decode(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])
+            logits = decode(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])
+    if decodes:
+        most = max(found.num_tokens for found in decodes)
+        runner.decode.rehearse_sampling(logits.new_empty(most, logits.shape[1]))
     for spec in {layer.spec for layer in runner.layers.values()}:  # FlashAttention leaves padded rows as they are
         out = torch.empty(1, spec.num_heads, spec.head_size, dtype=runner.dtype, device=device)
         zero_padded_rows_triton(out, runner.buffers.query_start_loc)

@@ -21,7 +21,7 @@ from rung.passes.kernels.tiles import tiles_for
 from tests.gpu.sync_debug import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-ROWS = (0, 1, 2, 3, 15, 16, 17, 32, 33, 64, 65, 128, 255, 256, 257, 700)
+ROWS = (0, 1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 64, 65, 128, 255, 256, 257, 700)
 CUDA = torch.device("cuda")
 OPS = [op for op in IR_OPS if op.providers]
 
@@ -73,22 +73,23 @@ def test_provider_equals_float64(op: IROp, rows: int) -> None:
 
 
 @pytest.mark.parametrize("target", ["smollm2-135m", "llama-8b"])
-@pytest.mark.parametrize("rows", [1, 8, 32, 64, 96, 256])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 32, 64, 96, 256])
 def test_shapes_of_models(target: str, rows: int) -> None:
     args = layer(rows, SHAPES[target])
     for result, wanted in zip(torch.ops.rung.linear_norm_linear(*args), exact(LINEAR_NORM_LINEAR, args), strict=True):
         assert error(result, wanted) < 1e-2
 
 
-@pytest.mark.parametrize("shape", [(1, 40, 24), (3, 40, 24), (1, 584, 577), (17, 1000, 333), (64, 72, 65)])
+@pytest.mark.parametrize("shape", [(1, 40, 24), (3, 40, 24), (1, 584, 577), (2, 584, 577), (4, 1000, 333), (17, 1000, 333), (64, 72, 65)])
 def test_sizes_that_no_tile_divides(shape: tuple[int, int, int]) -> None:
     rows, k, n = shape
     args = bf16(rows, k), bf16(n, k, scale=k**-0.5), bf16(n), ""
     assert error(torch.ops.rung.linear(*args), exact(LINEAR, args)[0]) < 1e-2
 
 
-def test_strided_rows() -> None:
-    args = bf16(5, 700)[:, 60:636], bf16(64, 576, scale=0.04), None, ""
+@pytest.mark.parametrize("rows", [2, 4, 5])
+def test_strided_rows(rows: int) -> None:
+    args = bf16(rows, 700)[:, 60:636], bf16(64, 576, scale=0.04), None, ""
     assert error(torch.ops.rung.linear(*args), exact(LINEAR, args)[0]) < 1e-2
 
 
@@ -120,7 +121,7 @@ class Chain:
         return x * 2, residual
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 24, 64, 100, 256, 300])
+@pytest.mark.parametrize("rows", [1, 2, 4, 16, 24, 64, 100, 256, 300])
 def test_chain_in_a_graph_equals_the_chain_with_waits(rows: int) -> None:
     chain = Chain(rows, "smollm2-135m", 12)
     wanted = chain(wait=True)
@@ -135,7 +136,7 @@ def test_chain_in_a_graph_equals_the_chain_with_waits(rows: int) -> None:
             assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("rows", [1, 2, 4, 16, 64])
 def test_large_chain_in_a_graph_equals_the_chain_with_waits(rows: int) -> None:
     chain = Chain(rows, "llama-8b", 2)
     wanted = chain(wait=True)
@@ -161,7 +162,7 @@ def test_two_streams_do_not_disturb_each_other() -> None:
     assert all(torch.equal(a, b) for results in found for a, b in zip(results, wanted, strict=True))
 
 
-@pytest.mark.parametrize("rows", [2, 16, 17, 64, 256])
+@pytest.mark.parametrize("rows", [2, 3, 4, 16, 17, 64, 256])
 def test_rows_do_not_reach_each_other(rows: int) -> None:
     args = list(layer(rows, SHAPES["smollm2-135m"]))
     before = torch.ops.rung.linear_norm_linear(*args)

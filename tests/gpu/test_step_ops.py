@@ -55,6 +55,21 @@ def test_decode_operations_equal_the_torch_twin() -> None:
         assert world.differences(oracle) == [], f"batch {number}"
 
 
+@pytest.mark.parametrize("vocab", [128256, 50257])  # loads of 16 bytes, and of single numbers
+@pytest.mark.parametrize("rows", [1, 17, 100])
+def test_a_pick_of_rows_that_hold_their_best_many_times(rows: int, vocab: int) -> None:
+    world = DecodeWorld(TritonStepOps(), "cuda")
+    world.sampling.temperature[1] = 0.8
+    scores = torch.randint(-9, 9, (rows + 3, vocab), device="cuda").bfloat16()
+    scores[rows, -1], scores[rows + 1], scores[rows + 2, ::3] = torch.nan, -torch.inf, -torch.inf
+    idx = torch.arange(rows + 3, device="cuda").remainder(3)
+    args = scores, idx, torch.arange(rows + 3, dtype=torch.int32, device="cuda"), world.sampling
+    found, wanted = (ops.decode.pick(*args, any_random=True) for ops in (TritonStepOps(), TorchStepOps()))
+    greedy = idx != 1
+    assert torch.equal(found[greedy], wanted[greedy])
+    assert (found != wanted).sum() <= 1  # the last bits of noise
+
+
 @pytest.mark.skipif(launch_road() != "prebound", reason=launch_road())
 def test_nothing_compiles_or_waits_when_counts_change() -> None:
     def compiled() -> int:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from rung.passes.kernels import tiles as tiles_module
+from rung.passes.kernels.launches import Tiles
 from rung.passes.kernels.tiles import BF16, Dtypes, most_rows, row_cases, tiles_for
 
 SHAPES = [(6144, 4096, ""), (4096, 4096, ""), (14336, 4096, "silu"), (4096, 14336, ""), (128256, 4096, "")]
@@ -21,12 +23,31 @@ def test_every_number_of_rows_has_an_answer(n: int, k: int, activation: str, spl
         if tiles is None:
             assert rows > 64 or rows > most  # between two kernels of ours cuBLAS may be better
             continue
-        assert tiles.block_m == 1 or not fp8.squares or tiles.block_k <= 128
-        assert (tiles.block_m == 1) == (rows == 1)  # the kernel for one row is the one that norms
-        assert tiles.splits == 1 or (splittable and rows > 1 and not activation)
-        nbytes = 1 if fp8.rows and tiles.block_m > 1 else 2
+        assert tiles.vector or not fp8.squares or tiles.block_k <= 128
+        assert rows > 1 or tiles.block_m == 1  # one row has a kernel that norms, and no other row in it
+        assert rows <= tiles.block_m or not tiles.vector
+        assert tiles.splits == 1 or (splittable and not tiles.vector and not activation)
+        nbytes = 1 if fp8.rows and not tiles.vector else 2
         staged = (tiles.block_m + tiles.block_n * (2 if activation else 1)) * tiles.block_k * nbytes * tiles.num_stages
-        assert rows == 1 or staged <= 227 * 1024  # shared memory of a block on 9.0
+        assert tiles.vector or staged <= 227 * 1024  # shared memory of a block on 9.0
+
+
+def test_few_rows_take_one_kernel_where_tiles_say_so_and_split_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Tiles(block_m=4, block_n=4, block_k=1024)
+    monkeypatch.setattr(tiles_module, "_LARGE", (("plain", 1, tiles_module._LARGE[0][2]), ("plain", 4, few), *tiles_module._LARGE[1:]))
+    taken = {rows: tiles_for(rows, 4096, 4096, splittable=True) for rows in (1, 2, 4, 5)}
+    assert taken[2] == taken[4] == few
+    assert taken[1] is not None
+    assert taken[1].block_m == 1
+    assert taken[5] is not None
+    assert taken[5].splits == 4
+    weights = tiles_for(4, 4096, 4096, fp8=Dtypes(weights=True))
+    assert weights is not None
+    assert (weights.block_m, weights.block_k) == (4, 2048)  # as many bytes on their way
+    for fp8 in (Dtypes(True, True), Dtypes(True, True, True)):  # quantised rows stay with the matrix units
+        found = tiles_for(4, 4096, 4096, fp8=fp8)
+        assert found is not None
+        assert not found.vector
 
 
 def test_without_programmatic_launches_nothing_is_fetched_ahead() -> None:

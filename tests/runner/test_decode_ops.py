@@ -8,6 +8,7 @@ from rung.counters import Counters
 from rung.runner import SamplingParams
 from rung.runner.batch import Batch
 from rung.runner.ops import StepOps, TorchStepOps
+from rung.runner.ops.triton_decode import ChunkTiles, TritonDecodeOps
 from rung.runner.sampler import Sampler
 from rung.runner.sampler.failures import NAN_TOKEN, NOTHING_ALLOWED_TOKEN
 from rung.runner.transfer import HostToDevice
@@ -128,3 +129,24 @@ def test_a_pick_marks_rows_that_fail(step_ops: StepOps, vocab: int) -> None:
         NOTHING_ALLOWED_TOKEN,
         0,
     ]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_blocks_of_a_program_are_one_row(triton_ops: StepOps, steps: int, dtype: torch.dtype) -> None:
+    decode = TritonDecodeOps(tiles=ChunkTiles(block=32, steps=steps, num_warps=1))
+    world = DecodeWorld(triton_ops)
+    world.sampling.temperature[3] = 0.7
+    world.sampling.seed.copy_(torch.arange(SLOTS))
+    scores = torch.randint(-4, 4, (8, 301), generator=torch.Generator().manual_seed(steps)).to(dtype)  # the best is there many times
+    scores[4:6, ::2] = -0.0
+    scores[4:6, 1::2] = 0.0
+    scores[5, 200:] = 0.5
+    scores[6, 130] = torch.nan
+    scores[7] = -torch.inf
+    idx, seq_lens = torch.tensor([0, 1, 3, -1, 4, 5, 6, 7]), torch.arange(1, 9, dtype=torch.int32)
+    picked = decode.pick(scores, idx, seq_lens, world.sampling, any_random=True)
+    assert torch.equal(picked, TorchStepOps().decode.pick(scores, idx, seq_lens, world.sampling, any_random=True))
+    greedy = [0, 1, 3, 4, 5]
+    assert torch.equal(picked[greedy], (scores[greedy] == scores[greedy].amax(1, keepdim=True)).int().argmax(dim=1))
+    assert picked[4:].tolist() == [0, 200, NAN_TOKEN, NOTHING_ALLOWED_TOKEN]

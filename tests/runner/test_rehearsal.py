@@ -25,7 +25,9 @@ from rung.runner.batch import dummy_batch
 from rung.runner.forward import EagerForward
 from rung.runner.kernel_images import NoTransfer
 from rung.runner.model_runner import ModelRunner
-from rung.runner.ops import TritonStepOps
+from rung.runner.ops import TritonStepOps, triton_decode
+from rung.runner.ops.decode_base import RowSampling
+from rung.runner.ops.triton_decode import ChunkTiles, TritonDecodeOps
 from rung.runner.rehearsal import query_lens_of, rehearse
 
 pytestmark = pytest.mark.skipif(
@@ -51,6 +53,8 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
         monkeypatch.setattr(module, "launches_early", lambda device: True)
     monkeypatch.setattr(decode_attention, "why_not_decode_layer", lambda *layer: None if request.param == "cuda" else "another device")
     monkeypatch.setattr(support, "_why_not_device", lambda device: None)
+    tiles = [(most, ChunkTiles(block=256, steps=most, num_warps=4)) for most in (1, 4, 64)]
+    monkeypatch.setattr(triton_decode, "_TILES", tiles)  # so that few rows take several kernels
     model = empty_model(CONFIG, torch.bfloat16, "meta")
     config = RunnerConfig(max_num_requests=6, max_num_tokens=80, max_model_len=1024)
     with torch.no_grad(), rehearse_launches(90) as rehearsal:
@@ -103,3 +107,25 @@ def test_no_sampling_asks_for_another_kernel(rehearsed: tuple[ModelRunner, Any, 
             found = runner.sampler.logprobs_of(logits, tokens, top)
             assert found.top_ids.shape == (rows, top)
     assert set(rehearsal.wanted) == known
+
+
+def test_no_decode_graph_samples_by_another_kernel(rehearsed: tuple[ModelRunner, Any, Rehearsal]) -> None:
+    runner, _, rehearsal = rehearsed
+    logits = torch.empty(6, CONFIG.vocab_size, dtype=torch.bfloat16, device="meta")
+    runner.decode.rehearse_sampling(logits)
+    known = set(rehearsal.wanted)
+    for rows in range(1, 7):
+        runner.ops.decode.sample(logits[:rows], runner.slots, runner.buffers, runner.sampler.rows, runner.decode.state)
+    assert set(rehearsal.wanted) == known
+    kernels = [launcher.name for launcher, _, _ in rehearsal.wanted.values()]
+    assert kernels.count("sample_chunk_kernel") == 3
+
+
+@pytest.mark.parametrize(("vocab", "divisible"), [(128256, ("logits", "vocab", "logits_stride")), (50257, ("logits",))])
+def test_logits_are_read_by_as_many_bytes_as_their_rows_allow(vocab: int, divisible: tuple[str, ...]) -> None:
+    idx = torch.empty(2, dtype=torch.int64, device="meta")
+    sampling = RowSampling(temperature=idx.float(), seed=idx, stop_ids=idx.unsqueeze(1))
+    with rehearse_launches(90) as rehearsal:
+        TritonDecodeOps().pick(torch.empty(2, vocab, dtype=torch.bfloat16, device="meta"), idx, idx.int(), sampling, any_random=False)
+    found = {launcher.name: specialisation.divisible_by_16 for launcher, specialisation, _ in rehearsal.wanted.values()}
+    assert found == {"pick_chunk_kernel": divisible, "pick_row_kernel": ()}

@@ -99,7 +99,7 @@ def tiles_for(
     """The tiles for a product [rows, k] x [n, k] (n outputs, of which an activation needs two each), or None: cuBLAS.
 
     `splittable` allows parts to be left for the kernel behind it to sum; `programmatic` allows programmatic launches."""
-    for most, tiles in _fitting(n, k, activation, splittable and rows > 1, fp8):
+    for most, tiles in _fitting(n, k, activation, splittable, fp8):
         if rows <= most:
             return tiles if programmatic or tiles is None else replace(tiles, prefetch=-1)
     return None
@@ -151,13 +151,13 @@ def _for_fp8(tiles: Tiles) -> Tiles:
     """Not measured: the same bytes on their way as the tiles for bf16 have, where the matrix units do not bound the length of k. Weights
     are converted in registers, where only the left side can stay."""
     prefetch = 2 * tiles.prefetch if tiles.prefetch > 0 else tiles.prefetch
-    block_k = 2 * tiles.block_k if tiles.block_m == 1 else min(tiles.block_k, 128)
-    return replace(tiles, prefetch=prefetch, block_k=block_k, swap=tiles.swap or (tiles.block_m > 1 and tiles.block_n >= 64))
+    block_k = 2 * tiles.block_k if tiles.vector else min(tiles.block_k, 128)
+    return replace(tiles, prefetch=prefetch, block_k=block_k, swap=tiles.swap or (not tiles.vector and tiles.block_n >= 64))
 
 
 def _within_squares(tiles: Tiles) -> Tiles:
     """A step over k takes at most one square of scales."""
-    return tiles if tiles.block_m == 1 else replace(tiles, block_k=min(tiles.block_k, 128))
+    return tiles if tiles.vector else replace(tiles, block_k=min(tiles.block_k, 128))
 
 
 def _narrow(table: _Table) -> Iterator[tuple[str, int, Tiles]]:
@@ -171,9 +171,12 @@ def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> 
     if fp8.weights:
         large = table is _LARGE and fp8.rows
         table = _LARGE_FP8 if large else tuple((kind, most, _for_fp8(tiles)) for kind, most, tiles in _narrow(table))
+        if fp8.squares or (fp8.rows and not large):  # several rows are quantised, where nothing else was measured
+            table = tuple((kind, most, tiles) for kind, most, tiles in table if tiles is None or tiles.block_m == 1 or not tiles.vector)
     if fp8.squares:
         table = tuple((kind, most, _within_squares(tiles)) for kind, most, tiles in _narrow(table))
-    kinds = ("gated",) if activation else ("split", "plain") if splittable else ("plain",)
-    if not fp8.weights and table is _SMALL and k > _LONG_K and kinds[0] == "plain":
+    if not fp8.weights and table is _SMALL and k > _LONG_K and not activation and not splittable:
         table = tuple(entry for entry in table if entry[1] <= _LONG_K_ROWS)
-    return next(found for kind in kinds if (found := [(most, tiles) for name, most, tiles in table if name == kind]))
+    whole = [(most, tiles) for kind, most, tiles in table if kind == ("gated" if activation else "plain")]
+    split = [(most, tiles) for kind, most, tiles in table if kind == "split" and splittable and not activation]
+    return [entry for entry in whole if entry[1] is not None and entry[1].vector] + split if split else whole

@@ -83,3 +83,7 @@ class DecodeOps(ABC):
         write the tokens to the history, and advance the slots. A row that samples one of its stop tokens loses its slot in
         `buffers.idx_mapping`, so that later replays leave it alone; so does one that fails (`sampler.failures`), whose mark goes to the
         history and token 0 to the slot."""
+
+    def rehearsal(self, max_rows: int) -> tuple[int, ...]:
+        """Numbers of rows up to `max_rows` that together take every kernel of `pick` and `sample`."""
+        return ()

@@ -1,13 +1,13 @@
 """The Triton kernels of a decode graph: inputs in one, sampling in two. Importing this file needs Triton."""
 # ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from rung.runner.ops.triton_step_kernels import unspecialised
+from rung.runner.ops.triton_step_kernels import specialised_on, unspecialised
 
 # Of `sampler.failures`
 NAN_TOKEN = tl.constexpr(-2)
@@ -67,26 +67,55 @@ def _gumbel(stream, tokens):
 
 
 @triton.jit
+def _add_block(best, step_of, score, step):
+    """The best scores so far, NaN once one was met, and the steps that they are from; of equal ones the first."""
+    step_of = tl.where(score > best, step, step_of)
+    return tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL), step_of
+
+
+@triton.jit
 def _sample_chunk(
-    logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
-):
-    """The best token of one chunk of a row's vocabulary, or a mark when the chunk holds a NaN."""
+    logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best token of one chunk of a row's vocabulary, STEPS blocks, or a mark when the chunk holds a NaN."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    first = chunk * (STEPS * BLOCK) + lane
+    scores = logits + row * logits_stride
+    blocks = ()  # on their way while the temperature is looked up; with noise they are read again, from the nearest cache
+    for ahead in tl.static_range(STEPS):
+        blocks += (tl.load(scores + first + ahead * BLOCK, mask=first + ahead * BLOCK < vocab, other=float("-inf")),)
     slot = tl.load(idx_mapping + row)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = token < vocab
-    score = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
     temperature = tl.load(temperatures + slot, mask=slot >= 0, other=0.0)
+    # Nothing crosses lanes before all blocks were looked at: a lane keeps the best of its own column.
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    step_of = tl.zeros((BLOCK,), tl.int32)
     if temperature > 0.0:
         seed = tl.load(seeds + slot, mask=slot >= 0, other=0).to(tl.uint64)
-        position = tl.load(seq_lens + row).to(tl.uint64)
-        score = score / temperature + _gumbel(_mix(_mix(seed) + position * GAMMA), token)
-    has_nan = tl.max((inside & (score != score)).to(tl.int32), axis=0) > 0
-    score = tl.where(inside & (score == score), score, float("-inf"))
-    best = tl.argmax(score, axis=0, tie_break_left=True)
-    tl.store(best_value + row * num_chunks + chunk, tl.max(score, axis=0))
-    tl.store(best_token + row * num_chunks + chunk, tl.where(has_nan, NAN_TOKEN, chunk * CHUNK + best))
+        stream = _mix(_mix(seed) + tl.load(seq_lens + row).to(tl.uint64) * GAMMA)
+        for step in range(STEPS):
+            token = first + step * BLOCK
+            score = tl.load(scores + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+            best, step_of = _add_block(best, step_of, score / temperature + _gumbel(stream, token), step)
+    else:
+        for known in tl.static_range(STEPS):
+            best, step_of = _add_block(best, step_of, blocks[known].to(tl.float32), known)
+    numbers = tl.where(best == best, best, float("-inf"))
+    value = tl.max(numbers, axis=0)
+    # A mark is less than every token, so it stands where the chunk holds one.
+    token = tl.where(best != best, NAN_TOKEN, tl.where(numbers == value, first + step_of * BLOCK, 2147483647))
+    tl.store(best_value + row * num_chunks + chunk, value)
+    tl.store(best_token + row * num_chunks + chunk, tl.min(token, axis=0))
+
+
+@triton.jit
+def _await(PROGRAMMATIC: tl.constexpr):
+    """The beginning of a kernel that may start while its predecessor runs."""
+    if PROGRAMMATIC:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -102,31 +131,36 @@ def _sample_row(best_value, best_token, num_chunks, CHUNKS: tl.constexpr):
     return tl.where(tl.min(tokens, axis=0) < 0, NAN_TOKEN, token)
 
 
-@unspecialised
+@specialised_on("logits", "vocab", "logits_stride")
 def sample_chunk_kernel(
-    logits, idx_mapping, seq_lens, temperatures, seeds, step, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
-):
+    logits, idx_mapping, seq_lens, temperatures, seeds, step, best_value, best_token, vocab, logits_stride, num_chunks,
+    PROGRAMMATIC: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One chunk of a row's vocabulary; the first one counts the step. Grid: (rows, chunks)."""
+    _await(PROGRAMMATIC)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(step, tl.load(step) + 1)
     _sample_chunk(
-        logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK
+        logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, STEPS, BLOCK
     )  # fmt: skip
 
 
-@unspecialised
+@specialised_on("logits", "vocab", "logits_stride")
 def pick_chunk_kernel(
-    logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK: tl.constexpr
-):
+    logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks,
+    PROGRAMMATIC: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The same outside of a decode graph. Grid: (rows, chunks)."""
+    _await(PROGRAMMATIC)
     _sample_chunk(
-        logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, CHUNK
+        logits, idx_mapping, seq_lens, temperatures, seeds, best_value, best_token, vocab, logits_stride, num_chunks, STEPS, BLOCK
     )  # fmt: skip
 
 
 @unspecialised
-def pick_row_kernel(best_value, best_token, out, num_chunks, CHUNKS: tl.constexpr):
+def pick_row_kernel(best_value, best_token, out, num_chunks, PROGRAMMATIC: tl.constexpr, CHUNKS: tl.constexpr):
     """The best token of a row over its chunks, or a mark. Grid: rows."""
+    _await(PROGRAMMATIC)
     tl.store(out + tl.program_id(0), _sample_row(best_value, best_token, num_chunks, CHUNKS))
 
 
@@ -135,9 +169,10 @@ def sample_row_kernel(
     best_value, best_token, idx_mapping, seq_lens, prefill_len, stop_ids, enabled, step, history,
     num_computed_tokens, total_len, last_sampled_tokens, all_token_ids,
     num_chunks, history_rows, history_stride, max_model_len, ids_stride,
-    CHUNKS: tl.constexpr, STOPS: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr, CHUNKS: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
     """The best token of a row over its chunks, written to the history and to the row's slot. Grid: rows."""
+    _await(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(enabled) == 0:
         return

@@ -10,15 +10,27 @@ the request whose range in `query_start_loc` holds it, found by a binary search;
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
 
 
+def specialised_on(*names: str) -> Callable[[Any], Any]:
+    """A kernel that is specialised on these arguments alone: where the number of bytes a load takes follows from them."""
+
+    def decorated(function):
+        parameters = inspect.signature(function).parameters.values()
+        others = [p.name for p in parameters if "constexpr" not in str(p.annotation) and p.name not in names]
+        return triton.jit(do_not_specialize=others)(function)
+
+    return decorated
+
+
 def unspecialised(function):
     """A kernel that is specialised on no argument, neither on its value nor on the alignment of its address: too small to gain from it."""
-    parameters = inspect.signature(function).parameters.values()
-    return triton.jit(do_not_specialize=[p.name for p in parameters if "constexpr" not in str(p.annotation)])(function)
+    return specialised_on()(function)
 
 
 @unspecialised

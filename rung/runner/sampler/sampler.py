@@ -149,7 +149,8 @@ class Sampler:
 
     def rehearse_kernels(self, logits: torch.Tensor) -> None:
         """Run every kernel that sampling up to so many rows of logits [rows, vocab] may ask for; no slot changes."""
-        sizes, tops = self._ops.sampling.rehearsal(logits.shape[0])
+        filtered, tops = self._ops.sampling.rehearsal(logits.shape[0])
+        sizes = sorted({*filtered, *self._ops.decode.rehearsal(logits.shape[0])})
         nobody = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
         for rows in sizes:
             for scores in dict.fromkeys((logits[:rows], logits[:rows].float())):  # as they come, and processed

@@ -18,6 +18,7 @@ FILES = (
     "tests/runner/test_processors.py",
     "tests/runner/test_sample_ops.py",
     "tests/graphs/test_recorded_launches.py",
+    "tests/attention/test_repeated_attention.py",
 )
 
 

@@ -75,6 +75,7 @@ class HostProfile:
             ("logits outside of a graph", runner._step, ("_logits",)),
             ("sampling outside of a graph", runner, ("_sample",)),
             ("advance outside of a graph", runner, ("_advance",)),
+            ("sampling by a decode graph's kernels", runner.decode, ("sample",)),
             ("start of the tokens' copy", model_runner_module, ("AsyncOutput",)),
             ("runner, the rest", runner, ("execute_model", "sample_tokens")),
             (WAIT, AsyncOutput, ("_wait",)),

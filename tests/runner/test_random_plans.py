@@ -154,10 +154,11 @@ def follow(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cp
             oracle.advance(sampled)
             for name, tokens in sampled.items():
                 assert len(tokens) == samples[name] * plan.num_steps or world.running[name].ended
-            if parked.tokens is not None:
+            if replayed and parked.tokens is not None:
                 check_decoded(runner, world, parked.batch.request_ids)
             seen["replayed"] += replayed
-            seen["sampled in the graph"] += parked.tokens is not None
+            seen["sampled in the graph"] += replayed and parked.tokens is not None
+            seen["sampled by its operations"] += not replayed and parked.tokens is not None
             seen["several steps"] += plan.num_steps > 1
             seen["ended"] += sum(known.ended for known in world.running.values())
         check_tokens(runner, world, oracle)
@@ -171,6 +172,7 @@ def test_persistent_batch_equals_its_oracles(seed: int, decode_in_graph: bool) -
     seen = follow(seed, decode_in_graph=decode_in_graph)
     assert min(seen[name] for name in ("preempted", "resumed", "several steps", "ended", "moved")) > 0
     assert (seen["replayed"] > 20, seen["sampled in the graph"] > 5) == (decode_in_graph, decode_in_graph)
+    assert (seen["sampled by its operations"] > 5) == decode_in_graph
 
 
 def test_the_condensed_batch_fills_gaps_from_the_end() -> None:

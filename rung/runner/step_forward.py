@@ -109,7 +109,8 @@ class StepForward:
             yield
 
     def _fits_graph(self, batch: Batch) -> bool:
-        """Whether the operations of a decode graph can sample the batch. What fits goes on to fit while the batch, and so its array, stays."""
+        """Whether the operations of a decode graph can sample the batch. What fits goes on to fit while the batch, and so its array,
+        stays."""
         if batch.idx_mapping is self._fitting:
             return True
         fits = self._sampler.fits_graph(batch.idx_mapping, batch.seq_lens)

@@ -64,6 +64,11 @@ class InputBuilder:
         self._every_row = np.arange(buffers.query_start_loc.shape[0], dtype=np.int32)
         self._uploaded: npt.NDArray[np.int64] | None = None  # of the decodes on the device; a repeated batch has the same array
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `build` is launches of our kernels alone."""
+        return self._ops.has_kernels
+
     def upload(self, batch: Batch) -> None:
         """Enqueue the two host arrays of the step."""
         # Fresh host arrays each step: the copies of an earlier step may still read theirs.

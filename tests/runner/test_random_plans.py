@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rung.runner import CachedRequest, ModelRunner, NewRequest, SamplingParams, StepPlan
+from rung.runner.ops import StepOps
 from rung.runner.sampler.sampler import _LOG_MIN_P, _TOP_K, _TOP_P
 from tests.runner.condensed_batch import CondensedBatch
 from tests.runner.random_plans import BLOCK, LENGTH, ROWS, TOKENS, World, make_plan_runner
@@ -125,9 +126,9 @@ def _equal(mine: torch.Tensor, theirs: np.ndarray) -> None:
     assert values.tobytes() == theirs.astype(values.dtype, casting="safe").tobytes()
 
 
-def follow(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cpu") -> Counter[str]:
+def follow(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cpu", ops: StepOps | None = None) -> Counter[str]:
     """`PLANS` plans through the runner and both oracles; counts what happened."""
-    runner = make_plan_runner(seed, decode_in_graph=decode_in_graph, device=device)
+    runner = make_plan_runner(seed, decode_in_graph=decode_in_graph, device=device, ops=ops)
     world, oracle, seen = World(seed), CondensedBatch(ROWS, LENGTH, BLOCK), Counter[str]()
     for _ in range(PLANS):
         plan = world.plan()

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 FILES = (
     "tests/runner/test_step_ops.py",
     "tests/runner/test_input_buffers.py",
+    "tests/runner/test_repeated_inputs.py",
     "tests/runner/test_block_table.py",
     "tests/runner/test_decode_ops.py",
     "tests/runner/test_processors.py",

@@ -65,7 +65,7 @@ class HostProfile:
             ("inputs", runner._step, ("prepare",)),
             ("upload", runner._inputs, ("upload", "upload_decodes")),
             ("kernels of ids, positions, lengths", runner._inputs, ("build",)),
-            *(("block tables, slot mapping", table, ("gather", "map_slots")) for table in runner.block_tables),
+            *(("block tables, slot mapping", table, ("gather_rows", "map_slots")) for table in runner.block_tables),
             ("forward, the rest", runner.forward, ("advance", "run")),
             ("graph manager, the rest", manager, ("run",)),
             ("address sweep", getattr(manager, "_guard", None), ("sweep",)),

@@ -6,6 +6,7 @@ launch (2 to 3 us) but what decides about it. Whoever repeats a record has to kn
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections import OrderedDict
@@ -78,6 +79,12 @@ class Workspace:
 _ALIGNMENT = 256
 
 
+@functools.cache
+def _writer(num_bytes: int) -> Callable[..., None]:
+    """A function that copies so many bytes to the start of a buffer, given (buffer, 0, bytes)."""
+    return struct.Struct(f"{num_bytes}s").pack_into
+
+
 class LaunchRecord:
     """What launchers launched in this context while it was the current record. `why_not` says why it cannot be repeated, if so."""
 
@@ -103,7 +110,7 @@ class LaunchRecord:
             self.refuse("launches on two devices, or by two launchers")
         data = bytes(entry.bytes)
         self._ordinal, self._driver = ordinal, driver
-        self._bound.append((entry.lock, struct.Struct(f"{len(data)}s").pack_into, entry.bytes, data, entry.launch, *grid))
+        self._bound.append((entry.lock, _writer(len(data)), entry.bytes, data, entry.launch, *grid))
 
     def called(self, run: Repeat) -> None:
         """A launch by a launcher that is not ours."""

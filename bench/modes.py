@@ -1,7 +1,7 @@
 """Decode steps of one engine in several graph modes, and where the host's time of each goes.
 
     python -m bench.modes --target llama-8b --sizes 8         # a GPU
-    python -m bench.modes --sizes 1,8 --modes full,piecewise,none
+    python -m bench.modes --sizes 1,8 --modes full,piecewise,python,none    # python: piecewise, attention breaks always in Python
 
 A step in the steady state: the difference between a long and a short generation over the number of steps, without timers; then the same
 decode under `bench.host_profile`. The last table has a column for each mode: launches of graphs, attention breaks and the launches in them,
@@ -30,13 +30,20 @@ from rung.runner import Engine, ModelRunner, RunnerConfig, SamplingParams, build
 
 @contextmanager
 def best_mode(runner: ModelRunner, mode: str) -> Iterator[None]:
-    """Inside, no step runs in a better mode."""
+    """Inside, no step runs in a better mode. "python" is piecewise with the Python of every attention break."""
     forward: Any = runner.forward
-    forward.dispatch = functools.partial(type(forward).dispatch, forward, best=GraphMode(mode))
+    python = mode == "python"
+    forward.dispatch = functools.partial(type(forward).dispatch, forward, best=GraphMode("piecewise" if python else mode))
+    programs = [forward.manager.program(descriptor) for descriptor in forward.manager.captured] if python else []
+    kept = [program._repeats for program in programs]
+    for program in programs:
+        program._repeats = None
     try:
         yield
     finally:
         del forward.dispatch
+        for program, repeats in zip(programs, kept, strict=True):
+            program._repeats = repeats
 
 
 def alone(engine: Engine, requests: int, context: int, tokens: int, vocab: int) -> float:
@@ -62,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--sizes", default="8")
-    parser.add_argument("--modes", default="full,piecewise", help="of full, piecewise, none")
+    parser.add_argument("--modes", default="full,piecewise,python", help="of full, piecewise, python, none")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--short", type=int, default=16)
     parser.add_argument("--long", type=int, default=112)
@@ -104,7 +111,7 @@ def main() -> None:
             print(f"B={size} piecewise / full: {ratios[0]:.3f} a step, {ratios[1]:.3f} alone")
     show("host us a step", columns)
     counted = runner.counters.snapshot()
-    print("; ".join(f"{name} {count}" for name, count in sorted(counted.items()) if name.startswith(("step.", "break"))))
+    print("; ".join(f"{name} {count}" for name, count in sorted(counted.items()) if "step." in name or "break" in name))
     engine.executor.shutdown()
 
 

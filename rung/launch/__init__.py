@@ -12,7 +12,7 @@ from rung.launch.image import KernelImage, Parameter, Scratch
 from rung.launch.kernel import LoadedKernel, PreboundKernel, torch_scratch
 from rung.launch.piece_runtime import PieceRuntime, run_source
 from rung.launch.program import Program, ProgramConfig, ProgramKernel
-from rung.launch.record import LaunchRecord, Workspace, record_launches, workspace
+from rung.launch.record import LaunchRecord, RepeatedLaunches, Workspace, record_launches, workspace
 from rung.launch.rehearsal import Built, Rehearsal, capability_of, current_rehearsal, multiprocessors, rehearse_launches
 from rung.launch.triton_export import export_triton
 from rung.launch.triton_launcher import TritonLauncher, launch_road, watched_launches
@@ -36,6 +36,7 @@ __all__ = [
     "ProgramConfig",
     "ProgramKernel",
     "Rehearsal",
+    "RepeatedLaunches",
     "Scratch",
     "TritonLauncher",
     "Workspace",

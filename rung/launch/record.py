@@ -6,9 +6,11 @@ launch (2 to 3 us) but what decides about it. Whoever repeats a record has to kn
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from rung.torch_compat import no_dispatch_modes
 if TYPE_CHECKING:
     import torch
 
+    from rung.launch.driver import Driver
     from rung.launch.triton_launcher import Entry
 
 # The record that launches of this context are written into.
@@ -76,6 +79,12 @@ class Workspace:
 _ALIGNMENT = 256
 
 
+@functools.cache
+def _writer(num_bytes: int) -> Callable[..., None]:
+    """A function that copies so many bytes to the start of a buffer, given (buffer, 0, bytes)."""
+    return struct.Struct(f"{num_bytes}s").pack_into
+
+
 class LaunchRecord:
     """What launchers launched in this context while it was the current record. `why_not` says why it cannot be repeated, if so."""
 
@@ -85,7 +94,7 @@ class LaunchRecord:
         self.why_not: str | None = None
         self._bound: list[tuple[Any, ...]] = []
         self._called: list[Repeat] = []
-        self._stream_of: Callable[[int], int] | None = None
+        self._driver: Driver | None = None
         self._ordinal = -1
 
     def __len__(self) -> int:
@@ -95,13 +104,13 @@ class LaunchRecord:
         """Say that something ran that a repetition would leave out."""
         self.why_not = self.why_not or why
 
-    def bound(self, entry: Entry, grid: tuple[int, int, int], ordinal: int, stream_of: Callable[[int], int]) -> None:
+    def bound(self, entry: Entry, grid: tuple[int, int, int], ordinal: int, driver: Driver) -> None:
         """A launch on the current device; the parameters lie in the entry, whose lock the caller holds."""
         if self._called or (self._bound and ordinal != self._ordinal):
             self.refuse("launches on two devices, or by two launchers")
         data = bytes(entry.bytes)
-        self._ordinal, self._stream_of = ordinal, stream_of
-        self._bound.append((entry.lock, struct.Struct(f"{len(data)}s").pack_into, entry.bytes, data, entry.launch, *grid))
+        self._ordinal, self._driver = ordinal, driver
+        self._bound.append((entry.lock, _writer(len(data)), entry.bytes, data, entry.launch, *grid))
 
     def called(self, run: Repeat) -> None:
         """A launch by a launcher that is not ours."""
@@ -110,22 +119,53 @@ class LaunchRecord:
         self._called.append(run)
 
     def repeat(self) -> Repeat:
-        """A function that enqueues the launches again, on the stream that is current then."""
-        if self._called:
+        """A function that enqueues the launches again, on the device's stream that is current then."""
+        if self._driver is None:
             return _in_order(tuple(self._called))
-        launches, stream_of, ordinal = tuple(self._bound), self._stream_of, self._ordinal
-        if stream_of is None:
-            return _in_order(())
-        current_stream = stream_of
+        launches, driver, ordinal = tuple(self._bound), self._driver, self._ordinal
+        current_device, current_stream = driver.stream_calls()
 
-        def run() -> None:
+        def enqueue() -> None:
             stream = current_stream(ordinal)
             for lock, pack_into, target, data, launch, x, y, z in launches:
                 with lock:
                     pack_into(target, 0, data)
                     launch(x, y, z, stream)
 
+        def run() -> None:
+            if current_device() == ordinal:
+                enqueue()
+            else:
+                with driver.device(ordinal):
+                    enqueue()
+
         return run
+
+
+class RepeatedLaunches:
+    """Work that is launches alone and follows from a key: the first run of a key is as ever, later ones are its launches. Of many keys the
+    last `kept` are. `run` must have no effect on the host."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._memory = Workspace()
+        self._known: OrderedDict[Hashable, Repeat] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def run(self, key: Hashable, run: Repeat) -> None:
+        repeat = self._known.get(key)
+        if repeat is not None:
+            self._known.move_to_end(key)
+            repeat()
+            return
+        with record_launches(self._memory) as record:
+            run()
+        if record.why_not is None:
+            self._known[key] = record.repeat()
+            if len(self._known) > self._kept:
+                self._known.popitem(last=False)
 
 
 def _in_order(runs: Sequence[Repeat]) -> Repeat:

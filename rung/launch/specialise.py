@@ -85,7 +85,7 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
 
     The key holds dtypes, devices and alignment of tensors, specialised integers as they are, constexprs and options; other numbers are not
     looked at before they are packed. `names` must give `find(key)`, `miss(key, values, constants, options)`, `current_device()`,
-    `current_stream(ordinal)`, `record()` for the `LaunchRecord` that wants to know of the launch, or None,
+    `current_stream(ordinal)`, `record()` for the `LaunchRecord` that wants to know of the launch, or None, and its `driver`,
     `elsewhere(ordinal, entry, grid)` for another device than the current one, and
     `refused(ordinal, grid, entry, values, constants, options)` for numbers that do not fit the entry's parameters or a grid. An entry has
     `lock`, `pack_into`, `bytes` and `launch(x, y, z, stream)`."""
@@ -134,7 +134,7 @@ def generate_run(parameters: Sequence[TritonParameter], values: Sequence[Any], n
         "            if _device == _current_device():",
         "                _entry.launch(_x, _y, _z, _current_stream(_device))",
         "                if (_written := _record()) is not None:",
-        "                    _written.bound(_entry, (_x, _y, _z), _device, _current_stream)",
+        "                    _written.bound(_entry, (_x, _y, _z), _device, _driver)",
         "            else:",
         "                _elsewhere(_device, _entry, _grid)",
         "    except _misfits:",

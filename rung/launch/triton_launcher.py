@@ -136,6 +136,7 @@ class TritonLauncher:
                 "current_device": current_device,
                 "current_stream": current_stream,
                 "record": current_record.get,
+                "driver": self.driver,
             },
         )
 

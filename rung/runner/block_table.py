@@ -85,10 +85,18 @@ class BlockTable:
 
     def gather(self, idx_mapping: torch.Tensor, num_requests_padded: int) -> torch.Tensor:
         """The rows of the batch, int32 [num_requests_padded, B]: padded rows, and rows that an earlier batch wrote, are zero."""
-        rows = max(num_requests_padded, self._dirty_rows)
-        self._ops.gather_block_table(idx_mapping, self.table, self.num_blocks, self.batch, rows)
-        self._dirty_rows = num_requests_padded
+        self.gather_rows(idx_mapping, self.rows_to_gather(num_requests_padded))
         return self.batch[:num_requests_padded]
+
+    def rows_to_gather(self, num_requests_padded: int) -> int:
+        """How many rows a batch writes, those of an earlier batch behind its own too; whoever asks enqueues `gather_rows`."""
+        rows = max(num_requests_padded, self._dirty_rows)
+        self._dirty_rows = num_requests_padded
+        return rows
+
+    def gather_rows(self, idx_mapping: torch.Tensor, num_rows: int) -> None:
+        """Enqueue the gather of so many rows into `batch`."""
+        self._ops.gather_block_table(idx_mapping, self.table, self.num_blocks, self.batch, num_rows)
 
     def written(self, num_rows: int) -> None:
         """Somebody else (a decode graph) writes the first rows of `batch`."""

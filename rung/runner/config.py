@@ -33,8 +33,8 @@ class RunnerConfig:
     decode_query_lens: tuple[int, ...] = (1,)  # tokens of a decode that full graphs are made for; (1, 4) with three drafts a request
     capture_sizes: tuple[int, ...] | None = None  # None: the default ladder
     graph_memory_bytes: int | None = None  # for pool and executables of all graphs; the least valuable sizes are left out; None: no limit
-    # Full decode graphs build their inputs, sample and advance the requests themselves. None: on CUDA; a CPU has no launches to save, and
-    # would draw noise for greedy rows too.
+    # Full decode graphs build their inputs, sample and advance the requests themselves, and other steps sample by the same operations.
+    # None: on CUDA; a CPU has no launches to save, and would draw noise for greedy rows too.
     decode_in_graph: bool | None = None
     replay_steps: int = 1  # decode steps in a row without the host, when no request waits; tokens then come in groups
     lazy_capture: bool = False  # capture each size at its first step

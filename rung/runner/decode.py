@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -68,17 +69,42 @@ class DecodeStep:
 
     def begin(self, num_rows: int, *, sampling: bool) -> None:
         """Before replays of a graph with `num_rows` rows. Without `sampling` they end with the logits and advance nothing."""
+        self._enable(sampling)
+        for table in self._tables:
+            table.written(num_rows)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Around what counts on the device and then here. When it fails nobody knows whether the device has counted, so it is told."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # of a device that is gone; the error that counts is on its way
+                self.state.step.fill_(self._steps - 1)
+            raise
+
+    def _enable(self, sampling: bool) -> None:
         if sampling != self._sampling:
             self.state.enabled.fill_(int(sampling))
             self._sampling = sampling
-        for table in self._tables:
-            table.written(num_rows)
+
+    def sample(self, logits: torch.Tensor) -> None:
+        """Without a graph: sample the batch in the buffers from logits [num_requests, vocab], prompts among decodes, and advance the
+        slots."""
+        with self.counting():
+            self._enable(True)
+            self._ops.sample(logits, self._slots, self._buffers, self._sampler.rows, self.state)
+            self.count()
+
+    def rehearse(self, logits: torch.Tensor) -> None:
+        """Run the kernels of `sample`; the batch in the buffers belongs to nobody."""
+        self.sample(logits)
 
     def _steps_so_far(self) -> int:
         return self._steps
 
     def count(self) -> None:
-        """After each replay."""
+        """After each replay, or step that was sampled as one."""
         self._steps += 1
 
     def tokens(self, num_steps: int, num_requests: int) -> torch.Tensor | RecordedTokens:

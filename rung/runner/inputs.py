@@ -23,6 +23,7 @@ class InputBuffers:
     query_start_loc: torch.Tensor  # int32 [R + 1]
     seq_lens: torch.Tensor  # int32 [R]
     idx_mapping: torch.Tensor  # int64 [R], slots in batch order, -1 behind the batch
+    from_host: torch.Tensor  # uint8, the memory of idx_mapping and behind it query_start_loc, which one copy fills
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -44,35 +45,45 @@ class InputBuffers:
             input_ids, positions = static_inputs
             assert input_ids.shape == positions.shape == (max_num_tokens,)
             assert (input_ids.dtype, positions.dtype) == (torch.int32, torch.int64)
+        start, end = _layout(max_num_requests)
+        from_host = torch.zeros(end, dtype=torch.uint8, device=device)
         return cls(
             input_ids=input_ids,
             positions=positions,
-            query_start_loc=torch.zeros(max_num_requests + 1, dtype=torch.int32, device=device),
+            query_start_loc=from_host[start:].view(torch.int32),
             seq_lens=torch.zeros(max_num_requests, dtype=torch.int32, device=device),
-            idx_mapping=torch.full((max_num_requests,), -1, dtype=torch.int64, device=device),
+            idx_mapping=from_host[: 8 * max_num_requests].view(torch.int64).fill_(-1),
+            from_host=from_host,
         )
 
 
+def _layout(max_num_requests: int) -> tuple[int, int]:
+    """Where `query_start_loc` begins behind `idx_mapping`, aligned as kernels have it of any tensor, and ends; in bytes."""
+    start = -(-8 * max_num_requests // 16) * 16
+    return start, start + 4 * (max_num_requests + 1)
+
+
 class InputBuilder:
-    """Fills the input buffers. Two arrays come from the host, `idx_mapping` and `query_start_loc`; the rest is gathered from the slots."""
+    """Fills the input buffers. `idx_mapping` and `query_start_loc` come from the host, in one copy; the rest is gathered from the slots."""
 
     def __init__(self, buffers: InputBuffers, slots: RequestSlots, transfer: HostToDevice, ops: StepOps) -> None:
         self.buffers = buffers
         self._slots = slots
         self._transfer = transfer
         self._ops = ops
+        self._rows = buffers.idx_mapping.shape[0]
+        self._start, self._end = _layout(self._rows)
         self._every_row = np.arange(buffers.query_start_loc.shape[0], dtype=np.int32)
         self._uploaded: npt.NDArray[np.int64] | None = None  # of the decodes on the device; a repeated batch has the same array
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `build` is launches of our kernels alone."""
+        return self._ops.has_kernels
+
     def upload(self, batch: Batch) -> None:
-        """Enqueue the two host arrays of the step."""
-        # Fresh host arrays each step: the copies of an earlier step may still read theirs.
-        idx_mapping = np.full(self.buffers.idx_mapping.shape[0], -1, np.int64)
-        idx_mapping[: batch.num_requests] = batch.idx_mapping
-        query_start_loc = np.full(self.buffers.query_start_loc.shape[0], batch.num_tokens, np.int32)
-        query_start_loc[: batch.num_requests + 1] = batch.query_start_loc
-        self._transfer.copy_into(idx_mapping, self.buffers.idx_mapping)
-        self._transfer.copy_into(query_start_loc, self.buffers.query_start_loc)
+        """Enqueue what comes from the host."""
+        self._copy(batch.idx_mapping, batch.query_start_loc, batch.num_tokens)
         self._uploaded = None
 
     def upload_decodes(self, batch: Batch) -> None:
@@ -80,11 +91,19 @@ class InputBuilder:
         every row of the graph belongs to one."""
         if batch.idx_mapping is self._uploaded:
             return
-        idx_mapping = np.full(self.buffers.idx_mapping.shape[0], -1, np.int64)
-        idx_mapping[: batch.num_requests] = batch.idx_mapping
-        self._transfer.copy_into(idx_mapping, self.buffers.idx_mapping)
-        self._transfer.copy_into(self._every_row, self.buffers.query_start_loc)
+        self._copy(batch.idx_mapping, self._every_row, 0)
         self._uploaded = batch.idx_mapping
+
+    def _copy(self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int32], rest: int) -> None:
+        """Enqueue both in one copy: no slot behind `slots`, and `rest` behind `starts`."""
+        # A fresh host array each step: the copy of an earlier step may still read its own.
+        packed = np.empty(self._end, np.uint8)
+        idx_mapping, query_start_loc = packed[: 8 * self._rows].view(np.int64), packed[self._start :].view(np.int32)
+        idx_mapping[len(slots) :] = -1
+        idx_mapping[: len(slots)] = slots
+        query_start_loc[len(starts) :] = rest
+        query_start_loc[: len(starts)] = starts
+        self._transfer.copy_into(packed, self.buffers.from_host)
 
     def forget(self) -> None:
         """Requests came or went: the next batch is uploaded."""

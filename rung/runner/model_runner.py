@@ -111,7 +111,8 @@ class ModelRunner:
             ops,
             config.steps_in_flight * config.replay_steps,
         )
-        if self.device.type == "cuda" if config.decode_in_graph is None else config.decode_in_graph:
+        samples = self.device.type == "cuda" if config.decode_in_graph is None else config.decode_in_graph
+        if samples:
             forward.bind_decode(self.decode)
         self._step = StepForward(
             config,
@@ -124,6 +125,7 @@ class ModelRunner:
             prompts=self.prompts,
             ops=ops,
             trace=trace,
+            samples=samples,
         )
         self._batches = BatchBuilder(self.slots)
         self._checker = PlanChecker(config, self.slots, self.block_tables, self.windows, vocab_size)
@@ -202,7 +204,7 @@ class ModelRunner:
         if self._parked is None:
             return None
         if mask is not None and self._parked.tokens is not None:
-            raise StateError("a grammar mask came for a step that its graph has sampled already", hint="set has_bitmask in the step's plan")
+            raise StateError("a grammar mask came for a step that was sampled already", hint="set has_bitmask in the step's plan")
         parked, self._parked = self._parked, None
         try:
             output = self._sample_steps(parked, mask)

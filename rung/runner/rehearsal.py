@@ -87,5 +87,6 @@ def _operations(runner: ModelRunner, hidden: torch.Tensor) -> None:
     runner.prepare(batch, Dispatch(exact(batch.shape)))
     rows = ops.logits_indices(buffers.query_start_loc, count) % hidden.shape[0]
     runner.sampler.rehearse_kernels(runner.compute_logits(hidden[rows]))
+    runner.decode.rehearse(runner.compute_logits(hidden[rows]))
     num_sampled = ops.num_sampled(buffers.idx_mapping, buffers.seq_lens, runner.slots.prefill_len, count)
     ops.advance(runner.slots, buffers.idx_mapping, buffers.query_start_loc, rows, num_sampled)

@@ -41,6 +41,7 @@ class StepForward:
         prompts: PromptLogprobs,
         ops: StepOps,
         trace: StepTrace | None,
+        samples: bool,  # steps without a decode graph sample by the operations of one, where those can
     ) -> None:
         self.forward = forward
         self.trace = trace
@@ -53,10 +54,12 @@ class StepForward:
         self._sampler = sampler
         self._prompts = prompts
         self._ops = ops
+        self._samples = samples
         self._fitting: npt.NDArray[np.int64] | None = None  # slots of the last batch that a decode graph could sample
 
     def run(self, batch: Batch, num_steps: int, *, in_graph: bool) -> ParkedStep:
-        """Enqueue forward and logits of a batch, and `num_steps` whole steps when a graph can sample it too."""
+        """Enqueue forward and logits of a batch, and `num_steps` whole steps when a graph can sample it too. `in_graph`: nothing is to
+        happen between logits and tokens, so that what samples in a graph may sample this batch."""
         dispatch = self.forward.dispatch(batch)
         if self.trace is not None:
             for _ in range(num_steps):
@@ -65,13 +68,18 @@ class StepForward:
             return self._replay(batch, dispatch, num_steps, in_graph and self._fits_graph(batch))
         step = self.prepare(batch, dispatch)
         hidden = self._forward_hidden(step)
+        logits, tokens = self._logits(batch, hidden), None
+        if self._samples and in_graph and num_steps == 1 and self._fits_graph(batch):
+            self._decode.sample(logits)
+            tokens = self._decode.tokens(1, batch.num_requests)
         return ParkedStep(
             batch=batch,
             dispatch=dispatch,
-            logits=self._logits(batch, hidden),
+            logits=logits,
             num_steps=num_steps,
+            tokens=tokens,
             context=step.context,
-            prompt_logprobs=self._prompts.collect(batch, hidden=hidden),
+            prompt_logprobs=self._prompts.collect(batch, hidden=hidden) if tokens is None else (),
         )
 
     @torch.no_grad()
@@ -101,7 +109,8 @@ class StepForward:
             yield
 
     def _fits_graph(self, batch: Batch) -> bool:
-        """Whether a decode graph can sample the batch. What fits goes on to fit while the batch, and so its array, stays."""
+        """Whether the operations of a decode graph can sample the batch. What fits goes on to fit while the batch, and so its array,
+        stays."""
         if batch.idx_mapping is self._fitting:
             return True
         fits = self._sampler.fits_graph(batch.idx_mapping, batch.seq_lens)
@@ -112,9 +121,10 @@ class StepForward:
         """Steps whose inputs, and when `sampling` also tokens, the graph makes from the slots."""
         self._builder.upload_decodes(batch)
         self._decode.begin(dispatch.num_tokens, sampling=sampling)
-        for _ in range(num_steps if sampling else 1):
-            logits = self.forward.advance(dispatch)
-            self._decode.count()
+        with self._decode.counting():
+            for _ in range(num_steps if sampling else 1):
+                logits = self.forward.advance(dispatch)
+                self._decode.count()
         tokens = self._decode.tokens(num_steps, batch.num_requests) if sampling else None
         return ParkedStep(
             batch=batch,
@@ -135,5 +145,7 @@ class StepForward:
         return self.forward.run(step.dispatch, self._buffers.input_ids[:rows], self._buffers.positions[:rows], step.context)
 
     def _logits(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        if batch.uniform_query_len == 1:
+            return self._compute_logits(hidden[: batch.num_requests])
         last_rows = self._ops.logits_indices(self._buffers.query_start_loc, batch.num_requests)
         return self._compute_logits(hidden[last_rows])

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from rung.attention import Attention
 from rung.context import ForwardContext
 from rung.graphs import Dispatch
+from rung.launch import RepeatedLaunches
 from rung.runner.batch import Batch
 from rung.runner.block_table import BlockTable
 from rung.runner.inputs import InputBuilder
 from rung.runner.kv_groups import KVGroup
 from rung.runner.metadata import build_metadata
 from rung.runner.steps import PreparedStep
+
+_KEPT = 256  # kinds of step, by padded tokens and requests; each about 2 KB on the host
 
 
 class StepInputs:
@@ -35,17 +39,17 @@ class StepInputs:
         self._groups = groups
         self._tables = tables
         self._max_model_len = max_model_len
+        self._launches = RepeatedLaunches(_KEPT)
 
     def prepare(self, batch: Batch, dispatch: Dispatch, *, decode_graph: bool) -> PreparedStep:
         """Enqueue inputs, block tables and slot mapping. `decode_graph`: for a graph that advances itself."""
         buffers = self._builder.buffers
         self._builder.upload(batch)
-        self._builder.build(dispatch.num_tokens, batch.has_prefill)
         rows = dispatch.num_requests or batch.num_requests
+        self._build(dispatch.num_tokens, batch.has_prefill, tuple(table.rows_to_gather(rows) for table in self._tables))
         metadata = {}
         for kv_group, table in zip(self._groups, self._tables, strict=True):
-            block_table = table.gather(buffers.idx_mapping, rows)
-            slot_mapping = table.map_slots(buffers.idx_mapping, buffers.query_start_loc, buffers.positions, dispatch.num_tokens)
+            block_table, slot_mapping = table.batch[:rows], table.slot_mapping[: dispatch.num_tokens]
             group = build_metadata(batch, dispatch, buffers, block_table, slot_mapping, self._max_model_len, decode_graph=decode_graph)
             metadata.update(dict.fromkeys(kv_group.layers, group))
         context = ForwardContext(
@@ -56,6 +60,21 @@ class StepInputs:
             num_actual_tokens=batch.num_tokens,
         )
         return PreparedStep(batch=batch, dispatch=dispatch, context=context)
+
+    def _build(self, num_tokens: int, has_prefill: bool, rows: tuple[int, ...]) -> None:
+        """Enqueue what follows from the uploaded batch. The kernels work between buffers that stay, so these numbers decide all of their
+        launches."""
+        if self._builder.has_kernels:
+            self._launches.run((num_tokens, has_prefill, rows), partial(self._launch, num_tokens, has_prefill, rows))
+        else:
+            self._launch(num_tokens, has_prefill, rows)
+
+    def _launch(self, num_tokens: int, has_prefill: bool, rows: tuple[int, ...]) -> None:
+        buffers = self._builder.buffers
+        self._builder.build(num_tokens, has_prefill)
+        for table, count in zip(self._tables, rows, strict=True):
+            table.gather_rows(buffers.idx_mapping, count)
+            table.map_slots(buffers.idx_mapping, buffers.query_start_loc, buffers.positions, num_tokens)
 
     @contextmanager
     def kept(self, *more: torch.Tensor) -> Iterator[None]:

@@ -30,7 +30,7 @@ class ParkedStep:
     dispatch: Dispatch
     logits: torch.Tensor  # [num_requests, vocab]; of the last step when a graph made several
     num_steps: int = 1
-    tokens: torch.Tensor | RecordedTokens | None = None  # [num_steps, num_requests], when a graph has sampled and advanced the slots
+    tokens: torch.Tensor | RecordedTokens | None = None  # [num_steps, num_requests], when they are sampled and the slots advanced
     prompt_logprobs: tuple[StepLogprobs, ...] = ()  # of the prompts in the batch that asked for them
     # Kept until sampling, so that their memory is not handed out while enqueued work may still read them.
     context: ForwardContext | None = field(default=None, repr=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from rung.cache import Store
-from rung.launch import TritonLauncher, Workspace, record_launches, workspace
+from rung.launch import RepeatedLaunches, TritonLauncher, Workspace, record_launches, workspace
 from rung.launch.record import current_record
 from rung.torch_compat import TorchDispatchMode
 from tests.launch.fakes import FakeDriver, FakeTensor
@@ -53,6 +54,44 @@ def test_a_repetition_is_for_the_stream_of_its_time(launcher: TritonLauncher, dr
     streams[0] = 6
     record.repeat()()
     assert [one.stream for one in driver.launches] == [5, 6]
+
+
+def test_a_repetition_makes_its_device_the_current_one(launcher: TritonLauncher, driver: FakeDriver) -> None:
+    with record_launches(Workspace()) as record:
+        launcher.run((5, 1, 1), X, OUT, 7, 3, 0.5, BLOCK=64)
+    driver.current = 3
+    seen: list[int] = []
+    record._bound = [(*one[:4], lambda x, y, z, stream: seen.append(driver.current), *one[5:]) for one in record._bound]
+    record.repeat()()
+    assert (seen, driver.current) == ([0], 3)
+
+
+def test_a_key_is_run_once_and_then_repeated(launcher: TritonLauncher, driver: FakeDriver) -> None:
+    ran: list[int] = []
+    repeated = RepeatedLaunches(2)
+
+    def run(count: int) -> None:
+        ran.append(count)
+        launcher.run((count, 1, 1), X, OUT, count, 3, 0.5, BLOCK=64)
+
+    for count in (1, 2, 1, 2, 2, 3, 2, 1):
+        repeated.run(count, partial(run, count))
+    assert ran == [1, 2, 3, 1]  # the third key took the place of the first
+    assert [one.grid[0] for one in driver.launches] == [1, 2, 1, 2, 2, 3, 2, 1]
+    assert len(repeated) == 2
+
+
+def test_what_cannot_be_repeated_runs_each_time(launcher: TritonLauncher) -> None:
+    ran: list[int] = []
+    repeated, other = RepeatedLaunches(2), (FakeTensor(4096, ordinal=1), FakeTensor(8192, ordinal=1), 7, 3, 0.5)
+
+    def run() -> None:
+        ran.append(1)
+        launcher.run((5, 1, 1), *other, BLOCK=64)
+
+    for _ in range(3):
+        repeated.run("key", run)
+    assert (len(ran), len(repeated)) == (3, 0)
 
 
 def test_nothing_is_written_down_elsewhere(launcher: TritonLauncher) -> None:

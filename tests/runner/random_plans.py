@@ -14,6 +14,7 @@ from rung.graphs import Descriptor, Dispatch, GraphMode, exact
 from rung.runner import CachedRequest, Forward, ModelRunner, NewRequest, RunnerConfig, SamplingParams, StepPlan
 from rung.runner.batch import Batch
 from rung.runner.decode import DecodeStep
+from rung.runner.ops import StepOps
 from tests.runner.tiny import PlainAttention
 
 BLOCK, LENGTH, ROWS, TOKENS, VOCAB, MOST_STEPS = 4, 40, 5, 24, 100, 3
@@ -61,7 +62,7 @@ class PaddedForward(Forward):
         return torch.zeros(dispatch.num_tokens, 1, device=self._device)
 
 
-def make_plan_runner(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cpu") -> ModelRunner:
+def make_plan_runner(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cpu", ops: StepOps | None = None) -> ModelRunner:
     config = RunnerConfig(
         max_num_requests=ROWS,
         max_num_tokens=TOKENS,
@@ -71,7 +72,7 @@ def make_plan_runner(seed: int, *, decode_in_graph: bool, device: torch.device |
         decode_in_graph=decode_in_graph,
         replay_steps=MOST_STEPS,
     )
-    return ModelRunner(NoModel(seed).to(device), config, backend=PlainAttention, forward=PaddedForward(device))
+    return ModelRunner(NoModel(seed).to(device), config, backend=PlainAttention, forward=PaddedForward(device), ops=ops)
 
 
 @dataclass

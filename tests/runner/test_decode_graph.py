@@ -11,6 +11,7 @@ from rung.errors import BlockTableError, RequestError, StateError
 from rung.graphs import ConfiguredMode
 from rung.runner import CachedRequest, Completion, NewRequest, SamplingParams, StepPlan
 from rung.runner.grammar import GrammarMask
+from rung.runner.output import RecordedTokens
 from tests.runner.sampling import pack
 from tests.runner.test_graph_forward import VOCAB, make, prompts_of
 
@@ -190,3 +191,37 @@ def test_a_slot_that_is_used_again_is_uploaded_again() -> None:
     assert engine.generate([[3, 4]], stop)[0].token_ids == first[: first.index(first[4]) + 1]
     assert engine.generate([[3, 4]], SamplingParams(max_tokens=20))[0].token_ids == first
     assert runner.module.greedy([3, 4], 20) == list(first)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "recorded"),
+    [
+        (SamplingParams(), True),
+        (SamplingParams(temperature=0.7, seed=3), True),
+        (SamplingParams(temperature=0.7, top_k=3), False),
+        (SamplingParams(logprobs=1), False),
+        (SamplingParams(min_tokens=2), False),
+    ],
+)
+@pytest.mark.parametrize("decode_in_graph", [False, True])
+def test_a_prompt_is_sampled_by_the_decode_graphs_operations_where_they_can(
+    sampling: SamplingParams, recorded: bool, decode_in_graph: bool
+) -> None:
+    _, runner, _ = make(ConfiguredMode.FULL_AND_PIECEWISE, decode_in_graph=decode_in_graph)
+    new = NewRequest(request_id="a", token_ids=(1, 2, 3), prompt_len=3, block_ids=((1, 2),), sampling=sampling)
+    parts = (
+        StepPlan(new_requests=(new,), num_scheduled_tokens={"a": 2}),
+        StepPlan(cached_requests=(CachedRequest(request_id="a", num_computed_tokens=2),), num_scheduled_tokens={"a": 1}),
+    )
+    found = []
+    for plan in parts:
+        runner.execute_model(plan)
+        assert runner.parked is not None
+        in_graph = runner.parked.context is None
+        assert in_graph or isinstance(runner.parked.tokens, RecordedTokens) == (recorded and decode_in_graph)
+        output = runner.sample_tokens()
+        assert output is not None
+        found.append(output.get_output().sampled_token_ids[0])
+    assert [len(tokens) for tokens in found] == [0, 1]
+    if sampling.is_greedy:
+        assert found[1] == tuple(runner.module.greedy([1, 2, 3], 1))

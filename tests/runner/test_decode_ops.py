@@ -68,6 +68,33 @@ def test_sampling_equals_the_sampler_and_the_advance_of_a_step(step_ops: StepOps
     assert torch.equal(world.buffers.idx_mapping[:rows], torch.where(stopped, -1, idx))
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_prompts_among_decodes_advance_by_their_queries(step_ops: StepOps, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    contents, rows = draw(rng)
+    queries = np.where(rng.random(SLOTS) < 0.5, 1, rng.integers(1, 9, SLOTS))
+    idx = contents["idx_mapping"].clamp(min=0)
+    contents |= {
+        "enabled": torch.ones(1),
+        "temperature": torch.zeros(SLOTS),
+        "query_start_loc": torch.from_numpy(np.concatenate([[0], np.cumsum(queries)])),
+        "seq_lens": contents["num_computed_tokens"][idx] + torch.from_numpy(queries),
+        "prefill_len": contents["num_computed_tokens"] + torch.from_numpy(rng.integers(-3, 12, SLOTS)).clamp(max=11),
+    }
+    world, step = DecodeWorld(step_ops), DecodeWorld(TorchStepOps())
+    for one in (world, step):
+        one.load(contents)
+    world.ops.decode.sample(world.logits[:rows], world.slots, world.buffers, world.sampling, world.state)
+    idx_mapping, seq_lens = step.buffers.idx_mapping[:rows], step.buffers.seq_lens[:rows]
+    sampled = step.ops.decode.pick(step.logits[:rows], idx_mapping, seq_lens, step.sampling, any_random=False)
+    num_sampled = step.ops.num_sampled(idx_mapping, seq_lens, step.slots.prefill_len, rows)
+    step.ops.advance(step.slots, idx_mapping, step.buffers.query_start_loc, sampled.clamp(min=0), num_sampled)
+    for name in ("num_computed_tokens", "total_len", "all_token_ids", "last_sampled_tokens"):
+        assert torch.equal(world.tensors[name], step.tensors[name]), name
+    recorded = world.state.history[int(world.state.step) % HISTORY, :rows]
+    assert torch.equal(recorded, torch.where(num_sampled > 0, sampled, -1))
+
+
 def test_a_disabled_step_counts_and_changes_nothing_else(step_ops: StepOps) -> None:
     contents, rows = draw(np.random.default_rng(3))
     contents["enabled"] = torch.zeros(1)

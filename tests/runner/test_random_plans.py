@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rung.runner import CachedRequest, ModelRunner, NewRequest, SamplingParams, StepPlan
+from rung.runner.ops import StepOps
 from rung.runner.sampler.sampler import _LOG_MIN_P, _TOP_K, _TOP_P
 from tests.runner.condensed_batch import CondensedBatch
 from tests.runner.random_plans import BLOCK, LENGTH, ROWS, TOKENS, World, make_plan_runner
@@ -125,9 +126,9 @@ def _equal(mine: torch.Tensor, theirs: np.ndarray) -> None:
     assert values.tobytes() == theirs.astype(values.dtype, casting="safe").tobytes()
 
 
-def follow(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cpu") -> Counter[str]:
+def follow(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cpu", ops: StepOps | None = None) -> Counter[str]:
     """`PLANS` plans through the runner and both oracles; counts what happened."""
-    runner = make_plan_runner(seed, decode_in_graph=decode_in_graph, device=device)
+    runner = make_plan_runner(seed, decode_in_graph=decode_in_graph, device=device, ops=ops)
     world, oracle, seen = World(seed), CondensedBatch(ROWS, LENGTH, BLOCK), Counter[str]()
     for _ in range(PLANS):
         plan = world.plan()
@@ -154,10 +155,11 @@ def follow(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cp
             oracle.advance(sampled)
             for name, tokens in sampled.items():
                 assert len(tokens) == samples[name] * plan.num_steps or world.running[name].ended
-            if parked.tokens is not None:
+            if replayed and parked.tokens is not None:
                 check_decoded(runner, world, parked.batch.request_ids)
             seen["replayed"] += replayed
-            seen["sampled in the graph"] += parked.tokens is not None
+            seen["sampled in the graph"] += replayed and parked.tokens is not None
+            seen["sampled by its operations"] += not replayed and parked.tokens is not None
             seen["several steps"] += plan.num_steps > 1
             seen["ended"] += sum(known.ended for known in world.running.values())
         check_tokens(runner, world, oracle)
@@ -171,6 +173,7 @@ def test_persistent_batch_equals_its_oracles(seed: int, decode_in_graph: bool) -
     seen = follow(seed, decode_in_graph=decode_in_graph)
     assert min(seen[name] for name in ("preempted", "resumed", "several steps", "ended", "moved")) > 0
     assert (seen["replayed"] > 20, seen["sampled in the graph"] > 5) == (decode_in_graph, decode_in_graph)
+    assert (seen["sampled by its operations"] > 5) == decode_in_graph
 
 
 def test_the_condensed_batch_fills_gaps_from_the_end() -> None:

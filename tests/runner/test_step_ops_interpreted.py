@@ -13,11 +13,13 @@ ROOT = Path(__file__).parents[2]
 FILES = (
     "tests/runner/test_step_ops.py",
     "tests/runner/test_input_buffers.py",
+    "tests/runner/test_repeated_inputs.py",
     "tests/runner/test_block_table.py",
     "tests/runner/test_decode_ops.py",
     "tests/runner/test_processors.py",
     "tests/runner/test_sample_ops.py",
     "tests/graphs/test_recorded_launches.py",
+    "tests/attention/test_repeated_attention.py",
 )
 
 

@@ -95,7 +95,9 @@ class _FlashAttention(AttentionBackend):
         if not metadata.may_pad:
             return
         if metadata.host is not None:
-            out[int(metadata.host.query_start_loc[-1]) :].zero_()
+            used = int(metadata.host.query_start_loc[-1])
+            if used < out.shape[0]:
+                out[used:].zero_()
         elif why_no_triton(out.device) is None:
             zero_padded_rows_triton(out, metadata.query_start_loc)
         else:

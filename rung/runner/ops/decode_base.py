@@ -80,9 +80,9 @@ class DecodeOps(ABC):
     @abstractmethod
     def sample(self, logits: torch.Tensor, slots: RequestSlots, buffers: InputBuffers, sampling: RowSampling, state: DecodeState) -> None:
         """Count the step, and when enabled: sample each row of logits [rows, vocab], greedy or with Gumbel noise (`noise.gumbel_noise`),
-        write the tokens to the history, and advance the slots. A row that samples one of its stop tokens loses its slot in
-        `buffers.idx_mapping`, so that later replays leave it alone; so does one that fails (`sampler.failures`), whose mark goes to the
-        history and token 0 to the slot."""
+        write the tokens to the history, and advance the slots by the row's query; a prompt that is only partly computed gets no token.
+        A row that samples one of its stop tokens loses its slot in `buffers.idx_mapping`, so that later replays leave it alone; so does one
+        that fails (`sampler.failures`), whose mark goes to the history and token 0 to the slot."""
 
     def rehearsal(self, max_rows: int) -> tuple[int, ...]:
         """Numbers of rows up to `max_rows` that together take every kernel of `pick` and `sample`."""

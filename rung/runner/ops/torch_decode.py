@@ -65,7 +65,8 @@ class TorchDecodeOps(DecodeOps):
         state.history[place] = torch.where(enabled, recorded, state.history[place])
 
         spare = slots.max_num_requests
-        slots.num_computed_tokens_storage.index_add_(0, torch.where(valid, idx, spare), valid.to(torch.int32))
+        query = buffers.query_start_loc[: rows + 1].diff()
+        slots.num_computed_tokens_storage.index_add_(0, torch.where(valid, idx, spare), torch.where(valid, query, 0))
         row = torch.where(wanted, idx, spare)
         slots.last_sampled_storage[row, 0] = token
         column = slots.total_len_storage[row].to(torch.int64)

@@ -100,10 +100,11 @@ class TritonDecodeOps(DecodeOps):
         )  # fmt: skip
         SAMPLE_ROW.run(
             (rows, 1, 1),
-            values, tokens, buffers.idx_mapping, buffers.seq_lens, slots.prefill_len, sampling.stop_ids, state.enabled, state.step,
-            state.history, slots.num_computed_tokens_storage, slots.total_len_storage, slots.last_sampled_storage,
-            slots.all_token_ids_storage, num_chunks, state.history.shape[0], state.history.stride(0), slots.max_model_len,
-            slots.all_token_ids_storage.stride(0), CHUNKS=_power_of_two(num_chunks), STOPS=MAX_STOP_IDS, num_warps=1, **launch,
+            values, tokens, buffers.idx_mapping, buffers.query_start_loc, buffers.seq_lens, slots.prefill_len, sampling.stop_ids,
+            state.enabled, state.step, state.history,
+            slots.num_computed_tokens_storage, slots.total_len_storage, slots.last_sampled_storage, slots.all_token_ids_storage,
+            num_chunks, state.history.shape[0], state.history.stride(0), slots.max_model_len, slots.all_token_ids_storage.stride(0),
+            CHUNKS=_power_of_two(num_chunks), STOPS=MAX_STOP_IDS, num_warps=1, **launch,
         )  # fmt: skip
 
     def _launch(self, scores: torch.Tensor) -> dict[str, bool]:

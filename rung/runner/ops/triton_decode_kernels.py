@@ -166,7 +166,7 @@ def pick_row_kernel(best_value, best_token, out, num_chunks, PROGRAMMATIC: tl.co
 
 @unspecialised
 def sample_row_kernel(
-    best_value, best_token, idx_mapping, seq_lens, prefill_len, stop_ids, enabled, step, history,
+    best_value, best_token, idx_mapping, query_start_loc, seq_lens, prefill_len, stop_ids, enabled, step, history,
     num_computed_tokens, total_len, last_sampled_tokens, all_token_ids,
     num_chunks, history_rows, history_stride, max_model_len, ids_stride,
     PROGRAMMATIC: tl.constexpr, CHUNKS: tl.constexpr, STOPS: tl.constexpr,
@@ -184,7 +184,8 @@ def sample_row_kernel(
     place = (tl.load(step) % history_rows) * history_stride + row
     tl.store(history + place, tl.where(wanted, marked, -1))
     computed = tl.load(num_computed_tokens + slot, mask=valid, other=0)
-    tl.store(num_computed_tokens + slot, computed + 1, mask=valid)
+    query = tl.load(query_start_loc + row + 1) - tl.load(query_start_loc + row)
+    tl.store(num_computed_tokens + slot, computed + query, mask=valid)
     tl.store(last_sampled_tokens + slot, token, mask=wanted)
     column = tl.load(total_len + slot, mask=wanted, other=0)
     tl.store(all_token_ids + slot * ids_stride + column, token.to(tl.int32), mask=wanted & (column < max_model_len))

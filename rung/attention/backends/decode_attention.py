@@ -22,6 +22,7 @@ TILE = 16  # keys
 _SHORT = 4096  # keys that a warp or two go through alone
 _ONE_BLOCK = 512  # keys for which several blocks a head do not pay
 DECODE_LENGTHS = (_ONE_BLOCK, _SHORT, _SHORT + 1)  # bounds of lengths that together take every kernel
+_PROCESSORS, _SHARED_BYTES = 132, 227 << 10  # of an H200, and of one of its multiprocessors
 _MOST_BLOCKS = 8  # of a cluster, on every device that has clusters
 
 
@@ -44,20 +45,29 @@ class FreshKeys:
     slot_mapping: torch.Tensor  # int64 [num_tokens]
 
 
-def plan_decode(spec: AttentionSpec, num_tokens: int, max_seq_len: int, *, kept_size: int, processors: int = 132) -> DecodeLaunch:
-    """The launch for so many decodes of at most `max_seq_len` keys, each of `kept_size` bytes a number. Found on an H200.
+def plan_decode(spec: AttentionSpec, num_tokens: int, max_seq_len: int, *, kept_size: int) -> DecodeLaunch:
+    """The launch for so many decodes of at most `max_seq_len` keys, each of `kept_size` bytes a number. Found on an H200, and the same for
+    every device, since it decides which kernel it is.
 
-    What bounds it is bytes in flight, and edges: 2048 warps are one round. Where heads are fewer, several warps share one, and where they
-    are fewer than multiprocessors several blocks do, unless requests are too short for it to pay."""
-    programs, tile = num_tokens * spec.num_kv_heads, TILE * spec.head_size * kept_size
-    if programs > 1024 and max_seq_len <= _SHORT:
-        warps = 1
-    elif programs >= 256 and max_seq_len <= _SHORT:
-        warps = 2
-    else:  # one long request must not keep the others waiting for too long
-        warps = 4 if programs >= 128 else 8
-    blocks = 1 if max_seq_len <= _ONE_BLOCK else max(1, min(_MOST_BLOCKS, processors // max(1, programs)))
-    return DecodeLaunch(warps=warps, blocks=1 << (blocks.bit_length() - 1), slots=6 if tile <= 2048 else 3 if warps == 1 else 4)
+    What bounds it is bytes in flight, and edges: all blocks should run at once. Where heads are few, several warps share one, and where
+    they are fewer than multiprocessors several blocks do, unless requests are too short for it to pay."""
+    programs = max(1, num_tokens * spec.num_kv_heads)
+    if programs <= 2 * _PROCESSORS:
+        warps = 8 if programs <= _PROCESSORS else 4
+    elif max_seq_len <= _SHORT:
+        warps = 2 if programs <= 1024 else 1
+    else:
+        warps = 4  # one long request must not keep the others waiting for too long
+    most = max(_PROCESSORS // 2 // programs, min(2, _PROCESSORS // programs), 1) if max_seq_len > _ONE_BLOCK else 1
+    blocks = min(_MOST_BLOCKS, 1 << (most.bit_length() - 1))
+    tile = TILE * spec.head_size * kept_size
+
+    def at_once(slots: int) -> int:
+        """Blocks that fit on the device."""
+        return _PROCESSORS * (_SHARED_BYTES // (warps * (slots * tile + 2 * tile // TILE) + 1024))
+
+    few, more = (4, 6) if tile <= 2048 else (3, 4)
+    return DecodeLaunch(warps=warps, blocks=blocks, slots=more if at_once(more) >= programs * blocks else few)
 
 
 def why_not_decode(query: torch.Tensor, cache: KVCache, out: torch.Tensor, spec: AttentionSpec) -> str | None:

@@ -130,7 +130,7 @@ def kernel_of(spec: AttentionSpec, bounds: BatchBounds, *, block_size: int, proc
     )
     decode = None
     if bounds.max_query_len == 1:
-        decode = plan_decode(spec, bounds.num_tokens, bounds.max_seq_len, kept_size=2, processors=processors)
+        decode = tuple(plan_decode(spec, bounds.num_tokens, bounds.max_seq_len, kept_size=kept) for kept in (1, 2))
     return block_size, replace(launch, splits=min(launch.splits, 2)), decode
 
 

@@ -222,8 +222,7 @@ class TritonPaged(AttentionBackend):
         out_scale: torch.Tensor | None,
         fresh: FreshKeys | None,
     ) -> None:
-        processors, kept_size = multiprocessors(query.device), cache.key.element_size()
-        launch = plan_decode(self.spec, query.shape[0], metadata.max_seq_len, kept_size=kept_size, processors=processors)
+        launch = plan_decode(self.spec, query.shape[0], metadata.max_seq_len, kept_size=cache.key.element_size())
         decode_attention(self.spec, launch, query, cache, out, metadata, out_scale, fresh)
 
     def _attend_given(

@@ -1,11 +1,11 @@
 """Step time over batch sizes and over contexts alone, as CSV and, with matplotlib (`pip install 'rung[plots]'`), as a plot.
 
-    python -m bench.sweep --model 8b --peers ours --out sweep                                              # ours alone
-    python -m bench.sweep --model 8b --peers ours,vllm --devices 0,1 --vllm-path DIR:SITE --out sweep      # both, each in its own process
-    python -m bench.sweep --draw peers/peers.json --out sweep                                              # only CSV and plot
+    python -m bench.sweep --model 8b --peers ours --out sweep                                   # ours alone
+    python -m bench.sweep --model 8b --peers ours,vllm --vllm-path DIR:SITE --out sweep         # both, one after the other on one device
+    python -m bench.sweep --draw sweep/sweep.json --out sweep                                   # only CSV and plot
 
-Runs `bench.peers`, which measures the sweep in the processes of its other rows: a run of that needs no run of this. Models of random
-weights get the positions that they need.
+Runs `bench.peers` with a cold start of each peer and nothing but the sweep (`--plan`: what that takes). Models of random weights get the
+positions that they need.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--long", type=int, default=80)
     parser.add_argument("--memory", type=float, default=0.7)
-    parser.add_argument("--time-limit", type=float, default=330, help="seconds for each process")
+    parser.add_argument("--seconds", type=float, default=580, help="for all processes")
+    parser.add_argument("--time-limit", type=float, default=330, help="seconds for each process on its device")
+    parser.add_argument("--plan", action="store_true", help="print what would run and stop")
     parser.add_argument("--vllm-path")
     parser.add_argument("--draw", type=Path, nargs="+", help="JSON files of bench.peers to draw instead of measuring")
     parser.add_argument("--out", type=Path, default=Path("sweep"), help="a folder")
@@ -112,7 +114,8 @@ def main() -> None:
     command += ["--peers", options.peers, "--devices", options.devices, "--prefill", "0", "--batches", str(least)]
     command += ["--sweep-batches", options.batches, "--sweep-contexts", options.contexts, "--context-batches", options.context_batch]
     command += ["--sweep-long", str(options.long), "--rounds", str(options.rounds), "--memory", str(options.memory)]
-    command += ["--time-limit", str(options.time_limit), "--out", str((options.out / "sweep.json").resolve())]
+    command += ["--seconds", str(options.seconds), "--time-limit", str(options.time_limit), *(["--plan"] if options.plan else [])]
+    command += ["--out", str((options.out / "sweep.json").resolve())]
     command += ["--vllm-path", options.vllm_path] if options.vllm_path else []
     sys.exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
 

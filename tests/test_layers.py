@@ -27,7 +27,7 @@ CHAIN = [
     {"compile"},
     {"graphs"},
     {"runner", "models"},
-    {"api"},
+    {"api", "handle"},
     {"cli"},
 ]
 LAYER = {topic: number for number, topics in enumerate(CHAIN) for topic in topics}

@@ -62,6 +62,7 @@ def options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--max-requests", type=int, help="the largest batch of the run, likewise")
     parser.add_argument("--start-only", action="store_true", help="stop when the first token is there")
     parser.add_argument("--cores", type=cores, help="processors to stay on, like 0-15")
+    parser.add_argument("--wait", action="store_true", help="wait for a line on stdin between the imports and the first use of the device")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     if asked.cores and hasattr(os, "sched_setaffinity"):

@@ -1,181 +1,164 @@
-"""The processes of a run: which there are, in what order, how long each may take, and how one is run."""
+"""The processes of a run: which there are, in what order, how long each may take, and when each would have its device."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import math
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from bench.peers.asked import HEAVY, batch_points, context_points, max_len, max_requests, numbers, prefills, sweep_tokens
+from bench.peers.asked import HEAVY, batch_points, context_points, numbers, prefills, sweep_tokens
 from bench.peers.shapes import FP8, prefill_operations
-from bench.peers.table import log_rows
+from bench.peers.table import START_TARGETS
 
-ROOT = Path(__file__).parents[2]
-_QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONUNBUFFERED": "1"}
-_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "RUNG_CACHE_DIR", "VLLM_CACHE_ROOT")
-_FLASH = "RUNG_FLASH_ATTN_LIBRARY"
+_SPARE = 1.25  # a job is begun when so much of its guess for its first row is left
 
 
 @dataclass(frozen=True)
 class Peer:
+    """`imports` and `starts` are seconds of a start, cold and warm, before the device is touched and from then to the first token."""
+
     module: str
+    imports: tuple[float, float]
+    starts: tuple[float, float]
     environment: dict[str, str] = field(default_factory=dict)
-    warm: bool = True  # whether a second start has something to find
+    warm: bool = False  # whether a second start, which stops at its first token, is worth a process
     compiles_each_batch: bool = False
     caches: str = ""  # the peer whose caches it starts in, when that one has filled them; its own by default
     sweeps: bool = False
     fp8: bool = False
-    seconds: tuple[float, float] = (100.0, 50.0)  # of a start, cold and warm, for the plan
 
 
+# seconds as measured on one H200 with 16 processors; a warm start of vLLM is the one in its processes
 PEERS = {
-    "ours": Peer("bench.peers.ours", sweeps=True, fp8=True, seconds=(38.0, 16.0)),
-    "vllm": Peer("bench.peers.vllm_peer", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, sweeps=True),
-    "vllm-processes": Peer("bench.peers.vllm_peer", warm=False, caches="vllm", seconds=(60.0, 60.0)),
-    "reduce-overhead": Peer("bench.peers.transformers_peer", {"BARE": "1"}, warm=False, compiles_each_batch=True, seconds=(20.0, 20.0)),
-    "transformers": Peer("bench.peers.transformers_peer", warm=False, compiles_each_batch=True, seconds=(20.0, 20.0)),
+    "ours": Peer("bench.peers.ours", (4.5, 5.5), (34.0, 8.5), warm=True, sweeps=True, fp8=True),
+    "vllm": Peer("bench.peers.vllm_peer", (27.0, 21.0), (58.0, 20.0), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, sweeps=True),
+    "vllm-processes": Peer("bench.peers.vllm_peer", (24.0, 24.0), (24.0, 24.0), caches="vllm"),
+    "transformers": Peer("bench.peers.transformers_peer", (15.0, 15.0), (53.0, 53.0), compiles_each_batch=True),
 }
+_INSPECTS = 28.0  # seconds of vLLM's first look at a model's class; later starts find it in its cache
+_STEP = {"8b": (4.3, 0.02), "8b-fp8": (2.7, 0.014), "135m": (1.5, 0.006)}  # ms: of a step, and of each request in it
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process. `after` is the tag of the job whose caches it starts in."""
+    """One process. `after` is the tag of the job whose caches it starts in; seconds are what the plan expects."""
 
     peer: str
     model: str
     start: str  # "cold" or "warm"
     after: str | None
-    seconds: float  # what the plan expects
+    seconds: float  # on the device
+    imports: float = 0.0  # before it
+    first: float = 0.0  # of `seconds`, until its first row of a step
 
     @property
     def tag(self) -> str:
         return f"{self.model}-{self.peer}-{self.start}"
 
+    @property
+    def least(self) -> float:
+        """Seconds that must be left when it gets its device."""
+        return _SPARE * (self.first or self.seconds)
+
+    @property
+    def alone(self) -> bool:
+        """Whether its start has targets, so that no other process is begun while it starts."""
+        return self.peer == "ours" and any(key[:2] == (self.model, self.start) for key in START_TARGETS)
+
 
 def plan(options: argparse.Namespace) -> list[Job]:
-    """The jobs in the order in which they are begun: model by model, and of each the cold starts of ours and of vLLM first."""
-    wanted = [name for name in PEERS if name in options.peers.split(",")]
-    found = []
+    """The jobs in the order in which they are begun. vLLM's stand behind the next model's first job, in which they import; then its second
+    way to run a model, whose caches are filled by then. Last come peers that compile for each batch size, and that second way for models
+    that are not measured in full."""
+    found, second, third, slow, last = list[Job](), list[Job](), list[Job](), list[Job](), list[Job]()
     for model in options.models.split(","):
-        slow = model in options.slow_models.split(",")
-        names = [name for name in wanted if (PEERS[name].fp8 or model not in FP8) and (slow or not PEERS[name].compiles_each_batch)]
-        first, rest = names[:2], names[2:]
-        warm = not options.no_warm and model not in FP8
-        jobs = [_job(name, model, "cold", names, options) for name in first]
-        for name in names:
-            jobs += [_job(name, model, "cold", names, options)] if name in rest else []
-            jobs += [_job(name, model, "warm", names, options)] if PEERS[name].warm and warm else []
-        found += jobs
-    return found
+        jobs, full = _of_model(model, options), model in options.full_models.split(",")
+        slow += [job for job in jobs if PEERS[job.peer].compiles_each_batch]
+        jobs = [job for job in jobs if job not in slow]
+        in_others = [job for job in jobs if job.start == "cold" and PEERS[job.peer].caches]
+        own = [job for job in jobs if job not in in_others]
+        found += [*own[:1], *second]
+        second, third = [*third, *own[1:]], in_others if full else []
+        last += [] if full else in_others
+    return _with_inspection([*found, *second, *third, *slow, *last])
+
+
+def _of_model(model: str, options: argparse.Namespace) -> list[Job]:
+    slow = model in options.slow_models.split(",")
+    wanted = [name for name in PEERS if name in options.peers.split(",")]
+    names = [name for name in wanted if (PEERS[name].fp8 or model not in FP8) and (slow or not PEERS[name].compiles_each_batch)]
+    warm = [name for name in names if PEERS[name].warm and not options.no_warm and model in options.full_models.split(",")]
+    return [_job(name, model, start, names, options) for start, some in (("cold", names), ("warm", warm)) for name in some]
+
+
+def _with_inspection(jobs: Sequence[Job]) -> list[Job]:
+    """The first start of vLLM in a run looks at the model's class; all models have the same."""
+    first = next((job for job in jobs if job.peer.startswith("vllm")), None)
+    return [replace(job, imports=job.imports + _INSPECTS) if job is first else job for job in jobs]
 
 
 def _job(name: str, model: str, start: str, names: Sequence[str], options: argparse.Namespace) -> Job:
-    peer = PEERS[name]
-    after = f"{model}-{name}-cold" if start == "warm" else f"{model}-{peer.caches}-cold" if peer.caches in names else None
-    return Job(name, model, start, after, _seconds(name, model, start, options))
+    peer, warm = PEERS[name], start == "warm"
+    after = f"{model}-{name}-cold" if warm else f"{model}-{peer.caches}-cold" if peer.caches in names else None
+    begin = peer.starts[warm] if peer.caches in ("", *names) else PEERS[peer.caches].starts[0]
+    measured = [0.0] if warm else _seconds(name, model, options)
+    return Job(name, model, start, after, begin + sum(measured) + 1.0, peer.imports[warm], begin + measured[0])
 
 
-def _seconds(name: str, model: str, start: str, options: argparse.Namespace) -> float:
-    """A guess at the length of a job, to plan with: a step of 4 ms and what the batch adds, prompts at 500 TFLOP/s."""
-    peer = PEERS[name]
-    total = peer.seconds[start == "warm"]
-    if start == "warm":
-        return total
-    part = of_model(name, model, options)
-    base, each = (4.3, 0.02) if model.startswith("8b") else (1.5, 0.004)
+def _seconds(name: str, model: str, options: argparse.Namespace) -> list[float]:
+    """Guesses at what is measured after the start, the first row of a step first: a step's time by `_STEP`, prompts at 550 TFLOP/s."""
+    peer, part = PEERS[name], of_model(name, model, options)
+    base, each = _STEP.get(model, (1.5, 0.006))
 
-    def seconds(batch: int, context: int, tokens: int, times: int) -> float:
-        return times * (tokens * (base + each * batch) * 1e-3 + batch * prefill_operations(model, context) / 5e14)
+    def seconds(batch: int, context: int, tokens: int, prompts: int) -> float:
+        return tokens * (base + each * batch) * 1e-3 + prompts * batch * prefill_operations(model, context) / 5.5e14
 
-    for batch in numbers(part.batches):
-        total += seconds(batch, part.context, part.short, part.rounds + 3) + seconds(batch, part.context, part.long, part.rounds)
-        total += (40.0 if peer.compiles_each_batch else 0.0) + 1.0
+    found = []
+    for at, batch in enumerate(numbers(part.batches)):
+        tokens = part.short * (part.rounds + 1) + part.long * part.rounds
+        begin = peer.starts[0] if peer.compiles_each_batch and at else 0.0
+        found.append(begin + seconds(batch, part.context, tokens, 2 * part.rounds + 1))
+        found.append(1.0)  # the profiler
+    found.append(4.0 if name == "ours" else 0.0)  # piecewise beside full, and the host's time
     for point in [*batch_points(part), *context_points(part)]:
         times = 1 if point.batch * point.context > HEAVY else part.rounds
-        total += seconds(point.batch, point.context, sweep_tokens(part, point, 8192) + prefills(point, 8192), times)
-    return total + (seconds(1, part.prefill, 1, part.rounds + 1) if part.prefill else 0.0)
+        found.append(seconds(point.batch, point.context, times * (sweep_tokens(part, point, 8192) + prefills(point, 8192)), times))
+    if name == "ours":
+        largest = max(numbers(part.batches))
+        large, long = any(point.batch > largest for point in batch_points(part)), bool(part.prefill or context_points(part))
+        found.append(3.0 * (large + long + (large or long)))  # an engine for each, and one for the profiler
+    found.append(seconds(1, part.prefill, 1, part.rounds + 1) if part.prefill else 0.0)
+    return found
 
 
 def of_model(name: str, model: str, options: argparse.Namespace) -> argparse.Namespace:
-    """What a peer measures of a model: long prompts and the sweep only of the models that get all, and by peers that can."""
+    """What a peer measures of a model: long prompts and the sweep only of the models that get all, and the sweep by peers that can."""
     part = argparse.Namespace(**{**vars(options), "model": model})
+    full = model in options.full_models.split(",")
     if PEERS[name].compiles_each_batch:
         part.batches = options.slow_batches
-    if model not in options.full_models.split(",") or not PEERS[name].sweeps:
+    if not full or not PEERS[name].sweeps:
         part.sweep_batches = part.sweep_contexts = ""
+    if not full or PEERS[name].compiles_each_batch:
         part.prefill = 0
     return part
 
 
-def command_of(job: Job, options: argparse.Namespace, rows: Path, cores: str) -> list[str]:
-    """The command line of a job. The longest request, the largest batch and the positions are those of the whole run of the model: they
-    are part of what caches are looked up by."""
-    part = of_model(job.peer, job.model, options)
-    whole = of_model("ours", job.model, options)
-    command = [sys.executable, "-m", PEERS[job.peer].module, "--model", job.model, "--out", str(rows)]
-    for name in ("batches", "context", "short", "long", "rounds", "prefill", "sweep_batches", "sweep_contexts", "context_batches"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(part, name))]
-    command += ["--sweep-long", str(part.sweep_long), "--memory", str(part.memory)]
-    command += ["--max-len", str(max_len(whole)), "--max-requests", str(max_requests(whole)), "--positions", str(max_len(whole))]
-    command += ["--start-only"] if job.start == "warm" else []
-    return [*command, "--cores", cores] if cores else command
-
-
-def environment_of(job: Job, device: str, options: argparse.Namespace, caches: Path) -> dict[str, str]:
-    peer = PEERS[job.peer]
-    environment = {**os.environ, **_QUIET, **peer.environment}
-    for variable in _CACHES:
-        environment[variable] = str(caches / f"{job.model}-{peer.caches or job.peer}" / variable.lower())
-    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
-    folders = options.vllm_path.split(":") if options.vllm_path else []
-    if job.peer.startswith("vllm"):
-        paths = [*folders, *paths]
-    elif job.peer == "ours" and _FLASH not in environment:
-        libraries = [Path(folder) / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so" for folder in folders]
-        if library := next((library for library in libraries if library.is_file()), None):
-            environment[_FLASH] = str(library)
-    environment["PYTHONPATH"] = ":".join(path for path in paths if path)
-    if device:
-        environment["CUDA_VISIBLE_DEVICES"] = device
-    return environment
-
-
-def run(job: Job, device: str, cores: str, options: argparse.Namespace, folder: Path, limit: float) -> list[dict[str, Any]]:
-    """The rows of one process, with those that its log gives; a failure or a time limit is a row too."""
-    rows, log = folder / f"{job.tag}.json", folder / f"{job.tag}.log"
-    command = command_of(job, options, rows, cores)
-    start = time.perf_counter()
-    with log.open("w") as out:
-        environment = environment_of(job, device, options, folder / "caches")
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            _end(process)
-    found: list[dict[str, Any]] = json.loads(rows.read_text()) if rows.exists() else []
-    text = log.read_text(errors="replace")
-    found += log_rows(text)
-    if status != 0:
-        what = f"ran past {limit:.0f} s" if status is None else f"ended with {status}"
-        found.append({"kind": "failure", "what": "process", "error": f"{what}; its log ends: {' | '.join(text.splitlines()[-4:])[-500:]}"})
-    seconds = time.perf_counter() - start
-    found.append({"kind": "phase", "name": "whole process", "seconds": seconds})
-    return [{"peer": job.peer, "model": job.model, "start": job.start, "device": device, **row} for row in found]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and those that it started, if any are left."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def timetable(jobs: Sequence[Job], devices: int, *, ahead: bool = True) -> list[tuple[Job, float, float]]:
+    """Each job with the seconds at which it would get its device and be over, where guesses hold: as `bench.peers.queue` runs them."""
+    left, over, found = list(jobs), dict[str, float](), list[tuple[Job, float, float]]()
+    places = [(0.0, 0.0)] * devices  # of each device: when its next process can be launched, and when it is free
+    while left:
+        place = min(range(devices), key=lambda at: places[at][1])
+        launch, free = places[place]
+        ready = {job.tag: 0.0 if job.after is None else over.get(job.after, math.inf) for job in left}
+        if not any(time <= launch for time in ready.values()):
+            launch = max(free, min(ready.values()))
+        job = next(job for job in left if ready[job.tag] <= launch)
+        left.remove(job)
+        begin = max(free, launch + job.imports)
+        over[job.tag] = begin + job.seconds
+        found.append((job, begin, over[job.tag]))
+        places[place] = (begin + job.first if job.alone else begin) if ahead else over[job.tag], over[job.tag]
+    return found

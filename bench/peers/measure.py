@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ class Report:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: list[dict[str, Any]] = []
+        self._begin, self._waited = time.perf_counter(), 0.0
 
     def add(self, kind: str, **values: Any) -> None:
         self.rows.append({"kind": kind, **values})
@@ -38,6 +40,19 @@ class Report:
         whole.write_text(json.dumps(self.rows))
         whole.replace(self.path)
         print(kind, values, flush=True)
+
+    def turn(self, asked: argparse.Namespace) -> None:
+        """With `--wait`, until a line comes on stdin: imports are done, and the device, not touched so far, is measured on by another
+        process. Ends this process where stdin ends, since then nobody would collect its rows."""
+        start = time.perf_counter()
+        if asked.wait and not sys.stdin.readline():
+            sys.exit("stdin ended before this process had its turn")
+        self._waited = time.perf_counter() - start
+
+    def ready(self) -> None:
+        """A row, and what the device holds: seconds from the begin of the report to here, without the wait for a turn."""
+        self.add("phase", name="ready", seconds=time.perf_counter() - self._begin - self._waited)
+        memory(self, "ready")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

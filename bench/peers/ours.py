@@ -24,12 +24,12 @@ from bench.peers.shapes import FP8, TARGETS
 def main() -> None:
     asked = options(__doc__)
     report = Report(asked.out)
-    begin = time.perf_counter()
     with report.phase("import torch"):
         import torch
     with report.phase("import rung"):
         import rung  # noqa: F401
         from rung.models import SHAPES, quantize_fp8, random_model
+    report.turn(asked)
     device = torch.device("cuda" if on_gpu() else "cpu")
     memory(report, "before")
     with report.phase("weights"):
@@ -47,8 +47,7 @@ def main() -> None:
     with engine_of(module, asked, [*(Point(batch, asked.context) for batch in batches), *usual], length, None, report) as served:
         with report.phase("first token"):
             served.generate([[11, 12, 13]], 1)
-        report.add("phase", name="ready", seconds=time.perf_counter() - begin)
-        memory(report, "ready")
+        report.ready()
         if asked.start_only:
             return
         steps(report, served.generate, asked)

@@ -36,8 +36,9 @@ _IN_LOGS = {  # lines of vLLM's log
 _GRAPH_MEMORY = r"Graph capturing finished in .*?took (-?[\d.]+) GiB"
 # of a start, in its order; what is not of a peer is left out
 _PHASES = (
-    "import torch, import rung, import vllm, import transformers, weights, build, build: compile, compile: import Inductor, "
-    "compile: import Dynamo, build: capture, log: trace, log: compile, log: capture, log: engine, first token, ready"
+    "import torch, import rung, import vllm, import transformers, look at the model, weights, build, build: compile, "
+    "compile: import Inductor, compile: import Dynamo, build: capture, log: trace, log: compile, log: capture, log: engine, "
+    "first token, ready"
 )
 
 

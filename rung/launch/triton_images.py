@@ -19,7 +19,7 @@ from typing import Any
 
 from rung.cache import Manifest, Store, key_of
 from rung.errors import ArtifactError, CacheError, CacheMissError, KernelExportError
-from rung.launch.cuda_source import CudaKernel
+from rung.launch.cuda_source import CudaKernel, why_no_nvrtc
 from rung.launch.export import export_kernel
 from rung.launch.image import KernelImage
 from rung.launch.specialise import Specialisation
@@ -28,6 +28,7 @@ from rung.torch_compat import TritonParameter, triton_parameters, triton_version
 _FORMAT = 2
 _IMAGES = "kernels"
 _PARAMETERS = "kernel-parameters"
+_NVRTC = {"compiler": "NVRTC"}
 
 
 class TritonImages:
@@ -52,7 +53,7 @@ class TritonImages:
             return tuple(TritonParameter(**parameter) for parameter in found.data["parameters"])
         kernel = self.kernel()
         parameters = kernel.parameters if isinstance(kernel, CudaKernel) else triton_parameters(kernel)
-        data = {"parameters": [asdict(parameter) for parameter in parameters]}
+        data = {"parameters": [asdict(parameter) for parameter in parameters]} | (_NVRTC if isinstance(kernel, CudaKernel) else {})
         manifest = Manifest(kind=_PARAMETERS, key=key, title=self.title, factors=self._factors, data=data)
         self._write(lambda: self.store.put(manifest))
         return parameters
@@ -75,7 +76,8 @@ class TritonImages:
         found: KernelImage | None = self._ahead.get(key) or self._read(lambda: self._stored(key))
         if found is None and self.store.require_hit:
             why = self.store.explain_miss(_IMAGES, factors, title=self.title)
-            raise CacheMissError(f"kernel {self.title} would have to be compiled: {why}", hint="build it with `rung precompile`")
+            compiler, hint = self._other_compiler()
+            raise CacheMissError(f"kernel {self.title} would have to be compiled: {why}{compiler}", hint=hint)
         return found
 
     def compile_ahead(self, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> None:
@@ -113,6 +115,22 @@ class TritonImages:
     def kernel(self) -> Any:
         """The `@triton.jit` function itself, whose module imports Triton, or the `CudaKernel`."""
         return getattr(importlib.import_module(self.module), self.name)
+
+    def _other_compiler(self) -> tuple[str, str]:
+        """What NVRTC has to do with a miss, or nothing, and a hint. It is part of no key: with it another kernel is asked for, of the rows
+        that no Triton kernel is good for."""
+        filled_with = any(_NVRTC.items() <= manifest.data.items() for _, manifest in self.store.manifests(_PARAMETERS))
+        missing = why_no_nvrtc()
+        if isinstance(self.kernel(), CudaKernel):
+            if not filled_with and any(self.store.manifests(_IMAGES)):
+                why = "; NVRTC: none where the store was filled (or no batch was large enough for the kernel) -> there is one"
+                return why, "build it with `rung precompile` where NVRTC is: pip install nvidia-cuda-nvrtc cuda-bindings"
+        elif filled_with and missing is not None:
+            return (
+                f"; NVRTC: where the store was filled -> {missing}",
+                "pip install nvidia-cuda-nvrtc cuda-bindings, or fill a store without",
+            )
+        return "", "build it with `rung precompile`"
 
     def _stored(self, key: str) -> KernelImage | None:
         manifest = self.store.get(_IMAGES, key)

@@ -3,7 +3,7 @@
 from rung.models.build import read_config
 from rung.models.calibrate import calibrate_input_scales, calibrate_kv_scales
 from rung.models.config import ARCHITECTURES, LlamaConfig
-from rung.models.fp8 import FP8Linear, quantize_fp8
+from rung.models.fp8 import FP8Linear, quantize_fp8, share_input_scales
 from rung.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from rung.models.llama import LlamaForCausalLM
 from rung.models.load import LoadedModel, load_model, resolve_path
@@ -30,4 +30,5 @@ __all__ = [
     "random_model",
     "read_config",
     "resolve_path",
+    "share_input_scales",
 ]

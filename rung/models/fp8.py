@@ -98,7 +98,7 @@ def quantize_fp8(
     "per_token" has a weight scale for each output, and a scale for each row of activations; "per_tensor" one weight scale for a layer;
     "group128" one for each square of 128 x 128 of a weight and for each 128 activations of a row. `input_scales` (the largest magnitude of
     a layer's input / 448) makes the quantisation of activations static, by the layer's name; not for "group128". Layers of one module with
-    the same scale share the parameter, so that rows that several of them read are quantised once. `skip` are the last components, or full
+    the same scale share the parameter (`share_input_scales`), now and after each load of a state. `skip` are the last components, or full
     names, of layers that stay. Raises `ConfigError` before anything is changed."""
     if scheme not in get_args(Scheme):
         raise ConfigError(f"scheme must be one of {', '.join(get_args(Scheme))}; got {scheme!r}", hint="use 'per_token' if unsure")
@@ -114,14 +114,25 @@ def quantize_fp8(
         _check(name, module, scheme)
     _check_input_scales(given, linears, scheme)
     made: dict[str, FP8Linear] = {}
-    shared: dict[tuple[str, float, torch.device], nn.Parameter | None] = {}
     for name, module in linears.items():
         made[name] = FP8Linear.from_linear(module, scheme, given.get(name))
         parent, _, child = name.rpartition(".")
-        if name in given:
-            made[name].input_scale = shared.setdefault((parent, given[name], module.weight.device), made[name].input_scale)
         setattr(model.get_submodule(parent), child, made[name])
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in given):
+        share_input_scales(model.get_submodule(parent))
+        model.get_submodule(parent).register_load_state_dict_post_hook(share_input_scales)
     return made
+
+
+@torch.no_grad()
+def share_input_scales(module: nn.Module, loaded: object = None) -> None:
+    """Give those FP8 layers that are children of the module, on one device and with equal input scales, one parameter: what several of them
+    read is then quantised once, where a trace sees by the parameter that the scales are equal. Reads their values. `quantize_fp8` has this
+    done after each load of a state (`loaded` is torch's, and not looked at); layers put together by hand need a call."""
+    shared: dict[tuple[float, torch.device], nn.Parameter] = {}
+    for layer in module.children():
+        if isinstance(layer, FP8Linear) and (scale := layer.input_scale) is not None and not scale.is_meta:
+            layer.input_scale = shared.setdefault((float(scale), scale.device), scale)
 
 
 def _check(name: str, linear: nn.Linear, scheme: Scheme) -> None:

@@ -85,6 +85,21 @@ def test_layers_of_one_module_share_a_scale_until_they_are_given_different_ones(
     assert [float(model.get_submodule(name).input_scale) for name in linears] == [0.5, 0.125, 0.25]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_layers_that_are_given_equal_scales_share_them_again(assign: bool) -> None:
+    model = pickle.loads(pickle.dumps(Siblings()))
+    quantize_fp8(model, "per_tensor", input_scales={"q": 0.5, "k": 0.5, "v": 0.25})
+    model = pickle.loads(pickle.dumps(model))  # what happens at a load outlives that
+    came = {f"{name}.input_scale": torch.tensor([0.125]) for name in ("q", "k", "v")}
+    model.load_state_dict(model.state_dict() | came, assign=assign)
+    assert model.q.input_scale is model.k.input_scale
+    assert model.q.input_scale is model.v.input_scale
+    assert float(model.v.input_scale) == 0.125
+    model.load_state_dict(model.state_dict() | {"k.input_scale": torch.tensor([0.25])}, assign=assign)
+    assert model.q.input_scale is model.v.input_scale
+    assert [float(layer.input_scale) for layer in (model.q, model.k)] == [0.125, 0.25]
+
+
 class Siblings(nn.Module):
     def __init__(self) -> None:
         super().__init__()

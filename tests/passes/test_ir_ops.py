@@ -80,7 +80,7 @@ def test_the_provider_is_chosen_by_the_number_of_rows_and_the_report_says_where(
         def run(x: torch.Tensor) -> torch.Tensor:
             return x + added
 
-        return Provider(name, lambda x: None, run, lambda x: "64x32", None if most is None else lambda x: most)
+        return Provider(name, lambda x: None, run, lambda x: "64x32", None if most is None else lambda rows, x: most)
 
     providers = provider("vector", 1, 1.0), provider("tiles", 4, 2.0), provider("none", 2, 3.0), provider("library", None, 4.0)
     op = define_ir_op("test_by_rows(Tensor x) -> Tensor", lambda x: x.clone(), providers)

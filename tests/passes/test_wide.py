@@ -68,6 +68,22 @@ def test_e4m3_rows_are_copied_where_nothing_takes_them_as_they_lie() -> None:
     assert rows_of(bf16 := torch.empty(8, 65, dtype=torch.bfloat16)[:, :64]) is bf16
 
 
+@pytest.mark.parametrize(
+    ("rows", "weight", "activation", "asked"),
+    [(64, (28672, 4096), "silu", 0), (65, (28672, 4096), "silu", 1), (256, (28672, 4096), "silu", 1), (257, (28672, 4096), "silu", 0),
+     (128, (4096, 4096), "", 0), (128, (3072, 576), "silu", 0), (None, (28672, 4096), "silu", 1)],
+)  # fmt: skip
+def test_a_call_asks_for_it_only_where_it_has_that_many_rows(
+    rows: int | None, weight: tuple[int, int], activation: str, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: list[object] = []
+    monkeypatch.setattr(projections, "why_not_wide", lambda *args: times.append(args))  # None: it takes them
+    x, values = torch.empty(rows or 1, weight[1], device="meta"), torch.empty(weight, device="meta")
+    most = projections.most_rows_linear(rows, x, values, None, activation)
+    assert len(times) == asked
+    assert rows is None or (rows <= most) == (rows <= projections.most_rows_linear(None, x, values, None, activation))
+
+
 def test_without_prebound_launches_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(wide.WIDE.__dict__, "road", "triton: its interpreter is on")
     assert why_not_wide(torch.empty(8, 64), torch.empty(32, 64), None) == "launches go through triton: its interpreter is on"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,19 @@ from typing import Any
 import pytest
 
 from bench.peers import jobs
-from bench.peers.__main__ import Queue, arguments, shares
+from bench.peers.__main__ import arguments
 from bench.peers.asked import Point, context_points, cores, max_len, max_requests, prefills
-from bench.peers.jobs import Job, command_of, environment_of, plan
+from bench.peers.jobs import Job, plan, timetable
 from bench.peers.measure import Stamps, prompts, steady, swept
+from bench.peers.process import command_of, environment_of
+from bench.peers.queue import Queue
 from bench.peers.table import log_rows, render
-from bench.sweep import write
+from bench.sweep import BATCHES, CONTEXTS, write
 
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    monkeypatch.setattr("sys.argv", ["peers", "--vllm-path", "somewhere:else", "--devices", "0,1"])
+    monkeypatch.setattr("sys.argv", ["peers", "--vllm-path", "somewhere:else"])
     return arguments()
 
 
@@ -90,17 +93,54 @@ def test_a_heavy_point_is_prefilled_once_and_has_its_spread_from_parts(monkeypat
         assert row["min_ms"] <= row["wall_ms"] <= row["max_ms"]
 
 
-def test_ours_and_vllm_begin_together_and_nothing_starts_before_its_caches(options: argparse.Namespace) -> None:
+def test_every_row_with_a_target_fits_into_one_run_on_one_device(options: argparse.Namespace) -> None:
     found = plan(options)
-    assert [job.tag for job in found[:2]] == ["8b-ours-cold", "8b-vllm-cold"]
+    assert [job.tag for job in found] == [
+        "8b-ours-cold",
+        "8b-fp8-ours-cold",
+        "8b-vllm-cold",
+        "8b-ours-warm",
+        "135m-ours-cold",
+        "8b-vllm-processes-cold",
+        "135m-vllm-cold",
+        "135m-transformers-cold",
+        "135m-vllm-processes-cold",
+    ]
     at = {job.tag: number for number, job in enumerate(found)}
     assert all(job.after is None or at[job.after] < at[job.tag] for job in found)
-    assert next(job for job in found if job.peer == "vllm-processes").after == "8b-vllm-cold"
-    assert [job.tag for job in found if job.model == "8b-fp8"] == ["8b-fp8-ours-cold"]
+    assert next(job for job in found if job.tag == "8b-vllm-processes-cold").after == "8b-vllm-cold"
+    times = timetable(found, 1)
+    assert max(end for _, _, end in times) <= 560
+    assert all(end <= begin for (_, _, end), (_, begin, _) in itertools.pairwise(times))
 
 
-def test_every_start_of_a_model_asks_for_the_same_sizes(options: argparse.Namespace) -> None:
-    commands = [command_of(job, options, Path("rows"), "0-3") for job in plan(options) if job.model == "8b"]
+def test_imports_are_hidden_behind_the_process_before(options: argparse.Namespace) -> None:
+    found = plan(options)
+    times = {job.tag: (begin, end) for job, begin, end in timetable(found, 1)}
+    assert times["8b-vllm-processes-cold"][0] == times["135m-ours-cold"][1]
+    alone = timetable(found, 1, ahead=False)
+    assert max(end for _, _, end in alone) - max(end for _, end in times.values()) > 100
+    # a start of ours that has targets is over before the next process is begun
+    job = next(job for job in found if job.alone)
+    following = next(one for one in found if one.tag == "8b-fp8-ours-cold")
+    assert times[following.tag][0] >= times[job.tag][0] + job.first + following.imports
+
+
+def test_a_part_of_a_run_has_a_plan_too(options: argparse.Namespace) -> None:
+    options.models, options.peers = "8b", "ours,vllm,vllm-processes"
+    assert [job.tag for job in plan(options)] == ["8b-ours-cold", "8b-vllm-cold", "8b-ours-warm", "8b-vllm-processes-cold"]
+    options.models, options.peers = "8b,135m", "vllm-processes,transformers"
+    assert [job.tag for job in plan(options)] == ["8b-vllm-processes-cold", "135m-transformers-cold", "135m-vllm-processes-cold"]
+    assert all(job.after is None for job in plan(options))
+    options.models, options.peers = "8b-fp8", "vllm"
+    assert plan(options) == []
+
+
+def test_only_the_sweep_has_long_contexts(options: argparse.Namespace) -> None:
+    assert max_len(jobs.of_model("ours", "8b", options)) == 8193
+    assert max_len(jobs.of_model("ours", "135m", options)) == 4096
+    options.sweep_batches, options.sweep_contexts = BATCHES, CONTEXTS
+    commands = [command_of(job, options, Path("rows"), [0, 1]) for job in plan(options) if job.model == "8b"]
     for name in ("--max-len", "--max-requests", "--positions"):
         assert len({command[command.index(name) + 1] for command in commands}) == 1
     whole = jobs.of_model("ours", "8b", options)
@@ -112,6 +152,7 @@ def test_every_start_of_a_model_asks_for_the_same_sizes(options: argparse.Namesp
 def test_processes_of_vllm_share_caches_and_see_their_device(options: argparse.Namespace, tmp_path: Path) -> None:
     one, other = (environment_of(Job(name, "8b", "cold", None, 1.0), "1", options, tmp_path) for name in ("vllm", "vllm-processes"))
     assert one["VLLM_CACHE_ROOT"] == other["VLLM_CACHE_ROOT"]
+    assert one["TRITON_CACHE_DIR"] == other["TRITON_CACHE_DIR"]
     assert one["CUDA_VISIBLE_DEVICES"] == "1"
     assert one["PYTHONPATH"].startswith("somewhere:else:")
     assert one["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
@@ -127,6 +168,7 @@ def test_a_device_takes_the_next_job_whose_caches_are_there() -> None:
     queue = Queue([cold, warm, other], time.perf_counter() + 100)
     assert queue.take() is cold
     assert queue.take() is other  # the warm start waits
+    assert queue.take(wait=False) is None
     queue.over(cold, ready=True)
     assert queue.take() is warm
     assert queue.take() is None
@@ -193,8 +235,7 @@ INFO init engine (profile, create kv cache, warmup model) took 33.20 s (compilat
     assert found == {"log: trace": 7.05, "log: compile": 19.4, "log: capture": 5.0, "log: engine": 33.2, "graphs": 0.59 * 2**30}
 
 
-def test_processors_are_named_by_ranges_and_shared_out() -> None:
+def test_processors_are_named_by_ranges() -> None:
     assert cores("0-2,7") == {0, 1, 2, 7}
     with pytest.raises(argparse.ArgumentTypeError):
         cores("a-b")
-    assert shares(1) == [""]

@@ -23,10 +23,11 @@ class Provider:
     """One way to compute an op.
 
     `why_not(*args)` is the reason against it for such arguments, or None; it reads devices, dtypes, strides and static sizes, never the
-    number of rows, so that one answer holds for every size that a trace serves. `most_rows(*args)` is the largest number of rows of the
-    first argument that it is for, None for any: of the providers that take the arguments, the first that is for so many rows runs. That is
-    decided at each call, and a captured graph keeps what was decided for its size. `describe(*args)` says what `run` will do. Where a
-    gradient is wanted only those with `gradients` are asked: kernels record nothing for it."""
+    number of rows, so that one answer holds for every size that a trace serves. `most_rows(rows, *args)` is the largest number of rows of
+    the first argument that it is for, None for any; asked about `rows`, it may give another number on the same side of them. Of the
+    providers that take the arguments, the first that is for so many rows runs. That is decided at each call, and a captured graph keeps
+    what was decided for its size. `describe(*args)` says what `run` will do. Where a gradient is wanted only those with `gradients` are
+    asked: kernels record nothing for it."""
 
     name: str
     why_not: Callable[..., str | None]
@@ -66,7 +67,7 @@ class IROp:
         found: list[tuple[int | None, Provider]] = []
         for provider in self.providers:
             if provider.why_not(*args) is None:
-                most = _most_rows(provider, args)
+                most = _most_rows(provider, None, args)
                 if most is None or not found or most > (found[-1][0] or 0):
                     found.append((most, provider))
                 if most is None:
@@ -82,8 +83,8 @@ class IROp:
         return f"{', '.join(ranges)}: {plan[-1][1].describe(*args)}"
 
 
-def _most_rows(provider: Provider, args: tuple[Any, ...]) -> int | None:
-    return None if provider.most_rows is None else provider.most_rows(*args)
+def _most_rows(provider: Provider, rows: int | None, args: tuple[Any, ...]) -> int | None:
+    return None if provider.most_rows is None else provider.most_rows(rows, *args)
 
 
 def _choose(providers: tuple[Provider, ...], args: tuple[Any, ...]) -> Provider | None:
@@ -91,7 +92,7 @@ def _choose(providers: tuple[Provider, ...], args: tuple[Any, ...]) -> Provider 
     rows = args[0].shape[0]
     for provider in providers:
         if provider.why_not(*args) is None:
-            most = _most_rows(provider, args)
+            most = _most_rows(provider, rows, args)
             if most is None or rows <= most:
                 return provider
     return None

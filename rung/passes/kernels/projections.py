@@ -31,10 +31,14 @@ def why_not_linear(
 
 
 def most_rows_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, invariant: bool = False
-) -> int | None:
+    rows: int | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, invariant: bool = False
+) -> int:
+    """Asks for the wide kernel only where the answer depends on it: this runs at each call outside of a graph."""
     n, k = weight.shape
-    return most_rows(n // (2 if activation else 1), k, activation=activation, wide=why_not_wide(weight, weight, bias) is None)
+    few, most = (most_rows(n // (2 if activation else 1), k, activation=activation, wide=wide) for wide in (False, True))
+    if few == most or (rows is not None and not few < rows <= most):
+        return few
+    return most if why_not_wide(weight, weight, bias) is None else few
 
 
 def describe_linear(*args: Any) -> str:

@@ -1,6 +1,7 @@
 """What launching a kernel costs the host: Triton's own launcher, torch's static launcher, and prebound launches. Needs a GPU.
 
 python -m bench.bench_launch --json FILE
+python -m bench.bench_launch --parts graphs,attention    # 20 seconds
 """
 
 from __future__ import annotations
@@ -210,6 +211,7 @@ def through_triton() -> Iterator[None]:
 def attention_rows() -> Iterator[Row]:
     """Host us of one attention break (cache write and attention) with 32 heads over 8 KV heads of 128, bf16."""
     from rung.attention.backends.triton_paged import TritonPaged
+    from rung.launch import Workspace, record_launches
     from tests.attention.cases import make_batch, make_spec
 
     spec = make_spec(32, 8, 128)
@@ -222,18 +224,48 @@ def attention_rows() -> Iterator[Row]:
             backend.forward(batch.query, batch.cache, out, batch.metadata)
 
         yield f"attention, {label}: us a break", "prebound", host_us(one)
+        with record_launches(Workspace()) as record:
+            one()
+        yield f"attention, {label}: us a break", f"its {len(record)} launches repeated", host_us(record.repeat())
         with through_triton():
             yield f"attention, {label}: us a break", "triton kernel[grid]", host_us(one)
 
 
+def graph_rows() -> Iterator[Row]:
+    """Host us a replay of a graph of one kernel: torch's, ours around it, and the driver's call."""
+    from cuda.bindings import driver
+
+    from rung.graphs.backends.cuda import CudaGraph
+
+    x, ours = torch.zeros(1024, device="cuda"), CudaGraph()
+    graph = ours.graph
+    assert graph is not None
+    with torch.cuda.graph(graph):
+        x.add_(1)
+    yield "a graph: us a replay", "torch", host_us(graph.replay)
+    yield "a graph: us a replay", "CudaGraph", host_us(ours.replay)
+    executable, stream = driver.CUgraphExec(graph.raw_cuda_graph_exec()), driver.CUstream(torch.cuda.current_stream().cuda_stream)
+    yield "a graph: us a replay", "cuGraphLaunch", host_us(lambda: driver.cuGraphLaunch(executable, stream))
+
+
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    "launches": host_rows,
+    "graphs": graph_rows,
+    "refusals": refusals,
+    "attention": attention_rows,
+    "first": warm_rows,
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}")
     rows = []
-    for part in (host_rows, refusals, attention_rows, warm_rows):
-        for row in part():
+    for part in options.parts.split(","):
+        for row in PARTS[part]():
             rows.append(row)
             what, name, value = row
             print(f"{what:38} {name:36} {value if isinstance(value, str) else format(value, '.2f')}", flush=True)

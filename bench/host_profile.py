@@ -15,7 +15,7 @@ from rung.runner import model_runner as model_runner_module
 
 WAIT = "wait for the device"
 GRAPHS = "graph launches"
-BREAKS = "breaks, what is no launch"
+BREAKS = "breaks, beside the launchers below"
 REST = "engine, the rest"
 
 

@@ -4,8 +4,9 @@
     python -m bench.modes --sizes 1,8 --modes full,piecewise,python,none    # python: piecewise, attention breaks always in Python
 
 A step in the steady state: the difference between a long and a short generation over the number of steps, without timers; then the same
-decode under `bench.host_profile`. The last table has a column for each mode: launches of graphs, attention breaks and the launches in them,
-and what runs outside of graphs. `alone` is the step when nothing of the next one is enqueued before its tokens are read.
+decode under `bench.host_profile`. The last table has a column for each mode: launches of graphs, attention breaks (and the launchers of
+those that run their Python), and what runs outside of graphs. `alone` is the step when nothing of the next one is enqueued before its
+tokens are read.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from tests.gpu.test_kv_groups import SMALL, small_model
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def generate(repeated: bool, **options: Any) -> tuple[list[Any], dict[str, int]]:
+def both_ways(**options: Any) -> tuple[list[Any], list[Any], dict[str, int]]:
+    """What requests get from one engine with the Python of every break, then with launches alone, and the counts of the second run."""
     config = RunnerConfig(
         max_num_requests=8,
         max_num_tokens=64,
@@ -31,33 +32,43 @@ def generate(repeated: bool, **options: Any) -> tuple[list[Any], dict[str, int]]
     engine, runner, _ = build_engine(small_model(), config)
     assert isinstance(runner.forward, GraphForward)
     manager = runner.forward.manager
-    if not repeated:
-        for descriptor in manager.captured:
-            manager.program(descriptor)._repeats = None
-    manager.poison()
-    chance = random.Random(1)
-    prompts = [[chance.randrange(SMALL.vocab_size) for _ in range(chance.choice((1, 7, 40, 150, 200)))] for _ in range(14)]
-    params = [SamplingParams(max_tokens=10 + 7 * i % 60, ignore_eos=True, temperature=0.7, seed=i, logprobs=2) for i in range(len(prompts))]
-    completions = engine.generate(prompts, params)
+    programs = [manager.program(descriptor) for descriptor in manager.captured]
+    repeats = [program._repeats for program in programs]
+    assert all(repeats)
+
+    def run() -> list[Any]:
+        chance = random.Random(1)
+        prompts = [[chance.randrange(SMALL.vocab_size) for _ in range(chance.choice((1, 7, 40, 150, 200)))] for _ in range(14)]
+        params = [
+            SamplingParams(max_tokens=10 + 7 * i % 60, ignore_eos=True, temperature=0.7, seed=i, logprobs=2 if i % 3 else None)
+            for i in range(len(prompts))
+        ]
+        manager.poison()
+        return [(one.token_ids, one.logprobs) for one in engine.generate(prompts, params)]
+
+    for program in programs:
+        program._repeats = None
+    plain = run()
+    for program, one in zip(programs, repeats, strict=True):
+        program._repeats = one
+    before = runner.counters.snapshot()
+    found = run()
     engine.executor.shutdown()
-    return [(one.token_ids, one.logprobs) for one in completions], runner.counters.snapshot()
+    return plain, found, {name: count - before.get(name, 0) for name, count in runner.counters.snapshot().items()}
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"kv_cache_dtype": "fp8"}, {"num_blocks": 60}], ids=["plain", "an e4m3 cache", "blocks for a few requests"]
 )
 def test_tokens_and_their_probabilities_are_bit_equal(options: dict[str, Any]) -> None:
-    options = {"attention_backend": "triton_paged", **options}
-    plain, _ = generate(repeated=False, **options)
-    found, counted = generate(repeated=True, **options)
+    plain, found, counted = both_ways(attention_backend="triton_paged", **options)
     assert found == plain
     assert counted["repeated_breaks"] > counted["recorded_breaks"] > 0
     assert counted["repeated_breaks"] + counted["recorded_breaks"] == SMALL.num_layers * counted["step.piecewise.best"]
 
 
 def test_the_default_backend_repeats_decodes() -> None:
-    plain, _ = generate(repeated=False)
-    found, counted = generate(repeated=True)
+    plain, found, counted = both_ways()
     assert found == plain
     assert counted["repeated_breaks"] > 0
     assert counted.get("python_break.other_work", 0) == 0

@@ -60,11 +60,6 @@ class DecodeStep:
         self._ops.sample(logits, self._slots, self._buffers, self._sampler.rows, self.state)
         return logits
 
-    def rehearse_sampling(self, logits: torch.Tensor) -> None:
-        """Launch every kernel that sampling up to so many rows of logits [rows, vocab] may take, where launches are rehearsed."""
-        for rows in self._ops.rehearsal(logits.shape[0]):
-            self._ops.sample(logits[:rows], self._slots, self._buffers, self._sampler.rows, self.state)
-
     # --- around replays ---
 
     def begin(self, num_rows: int, *, sampling: bool) -> None:
@@ -97,8 +92,10 @@ class DecodeStep:
             self.count()
 
     def rehearse(self, logits: torch.Tensor) -> None:
-        """Run the kernels of `sample`; the batch in the buffers belongs to nobody."""
-        self.sample(logits)
+        """Run every kernel that `sample` and decode graphs may take for up to so many rows; the batch in the buffers belongs to nobody."""
+        most = logits.shape[0]
+        for rows in self._ops.rehearsal(most) or (most,):
+            self.sample(logits[:rows])
 
     def _steps_so_far(self) -> int:
         return self._steps

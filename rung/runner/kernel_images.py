@@ -87,10 +87,7 @@ def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfi
     for descriptor in _decode_graphs(runner, decodes):
         rows = descriptor.num_tokens
         with runner.dummy_context(Dispatch(descriptor)):
-            logits = decode(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])
-    if decodes:
-        most = max(found.num_tokens for found in decodes)
-        runner.decode.rehearse_sampling(logits.new_empty(most, logits.shape[1]))
+            decode(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])
     for spec in {layer.spec for layer in runner.layers.values()}:  # FlashAttention leaves padded rows as they are
         out = torch.empty(1, spec.num_heads, spec.head_size, dtype=runner.dtype, device=device)
         zero_padded_rows_triton(out, runner.buffers.query_start_loc)

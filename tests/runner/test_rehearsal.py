@@ -112,7 +112,7 @@ def test_no_sampling_asks_for_another_kernel(rehearsed: tuple[ModelRunner, Any, 
 def test_no_decode_graph_samples_by_another_kernel(rehearsed: tuple[ModelRunner, Any, Rehearsal]) -> None:
     runner, _, rehearsal = rehearsed
     logits = torch.empty(6, CONFIG.vocab_size, dtype=torch.bfloat16, device="meta")
-    runner.decode.rehearse_sampling(logits)
+    runner.decode.rehearse(logits)
     known = set(rehearsal.wanted)
     for rows in range(1, 7):
         runner.ops.decode.sample(logits[:rows], runner.slots, runner.buffers, runner.sampler.rows, runner.decode.state)

@@ -171,11 +171,13 @@ def image_of(case: Case, rows: int, tiles: Tiles) -> tuple[Any, ...]:
 
 
 def in_use(case: Case, rows: int) -> list[Tiles]:
-    tiles = tiles_for(
-        rows, case.n, case.k, activation=case.activation, splittable=case.name.startswith(("o", "down")), fp8=Dtypes(case.fp8, case.fp8)
-    )
+    """Of a product with a norm or a residual that is computed inside or outside, only the way that is taken has tiles."""
+    named = {"activation": case.activation, "fp8": Dtypes(case.fp8, case.fp8)}
+    tiles = tiles_for(rows, case.n, case.k, inside=case.is_part, **named)
+    if case.is_part and (tiles is None or not tiles.vector):
+        tiles = tiles_for(rows, case.n, case.k, splittable=case.splittable, **named)
     inside = case.norm or case.residual
-    return [] if tiles is None or (inside and not tiles.vector) or (rows > 1 and case.is_part and tiles.vector != inside) else [tiles]
+    return [] if tiles is None or (case.is_part and tiles.vector != inside) else [tiles]
 
 
 def drawn(case: Case, rows: int, limit: int, near: bool = False) -> list[Tiles]:

@@ -109,7 +109,7 @@ def test_activation_alone() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 2, 4, 5])
 def test_joined_ops(monkeypatch: pytest.MonkeyPatch, few: tuple[str, ...], rows: int) -> None:
     """Whichever of the products takes rows as they are, and norms them."""
-    monkeypatch.setattr(tiles, "_SMALL", (*((kind, 4, FOUR) for kind in few), *(entry for entry in tiles._SMALL if entry[1] not in (2, 4))))
+    monkeypatch.setattr(tiles, "_SHORT", (*((kind, 4, FOUR) for kind in few), *(entry for entry in tiles._SHORT if entry[1] not in (2, 4))))
     x, weight, bias, residual, norm_weight, after, after_bias = (
         torch.randn(*shape) for shape in ((rows, 24), (12, 24), (12,), (rows, 12), (12,), (20, 12), (20,))
     )

@@ -35,17 +35,20 @@ def test_every_number_of_rows_has_an_answer(n: int, k: int, activation: str, spl
 def test_few_rows_take_one_kernel_where_tiles_say_so_and_split_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     few = Tiles(block_m=4, block_n=4, block_k=1024)
     monkeypatch.setattr(tiles_module, "_LARGE", (("plain", 1, tiles_module._LARGE[0][2]), ("plain", 4, few), *tiles_module._LARGE[1:]))
-    taken = {rows: tiles_for(rows, 4096, 4096, splittable=True) for rows in (1, 2, 4, 5)}
-    assert taken[2] == taken[4] == few
-    assert taken[1] is not None
-    assert taken[1].block_m == 1
-    assert taken[5] is not None
-    assert taken[5].splits == 4
-    weights = tiles_for(4, 4096, 4096, fp8=Dtypes(weights=True))
+    for rows, block_m in ((1, 1), (2, 4), (4, 4), (5, 16)):
+        found = tiles_for(rows, 4096, 4096, inside=True)
+        assert found is not None
+        assert found.block_m == block_m
+    assert tiles_for(2, 4096, 4096) == tiles_for(5, 4096, 4096)  # with nothing inside
+    for rows in (2, 4, 5):  # where a norm is a kernel of its own, it sums parts for nothing
+        found = tiles_for(rows, 4096, 4096, splittable=True)
+        assert found is not None
+        assert found.splits > 1
+    weights = tiles_for(4, 4096, 4096, fp8=Dtypes(weights=True), inside=True)
     assert weights is not None
     assert (weights.block_m, weights.block_k) == (4, 2048)  # as many bytes on their way
     for fp8 in (Dtypes(True, True), Dtypes(True, True, True)):  # quantised rows stay with the matrix units
-        found = tiles_for(4, 4096, 4096, fp8=fp8)
+        found = tiles_for(4, 4096, 4096, fp8=fp8, inside=True)
         assert found is not None
         assert not found.vector
 
@@ -57,14 +60,14 @@ def test_without_programmatic_launches_nothing_is_fetched_ahead() -> None:
 
 
 @pytest.mark.parametrize("maximum", [1, 20, 209, 256, 2048])
-@pytest.mark.parametrize("splittable", [False, True])
+@pytest.mark.parametrize(("splittable", "inside"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("fp8", DTYPES, ids=str)
-def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool, fp8: Dtypes) -> None:
+def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool, inside: bool, fp8: Dtypes) -> None:
     cases = row_cases(maximum)
     assert max(cases) == maximum
-    assert len(cases) <= 8
+    assert len(cases) <= 9
     for n, k, activation in SHAPES:
-        named = {"activation": activation, "splittable": splittable, "fp8": fp8}
+        named = {"activation": activation, "splittable": splittable, "inside": inside, "fp8": fp8}
         taken = {tiles_for(rows, n, k, **named) for rows in cases}
         assert {tiles_for(rows, n, k, **named) for rows in range(1, maximum + 1)} == taken  # None, which is cuBLAS, among them
 

@@ -212,7 +212,7 @@ def _linear_norm_linear(
     residual = rows_of(residual)
     if isinstance(x, torch.Tensor) and x.dtype == E4M3:
         x = given_rows(x, first, splittable=True)
-    if is_vector(residual.shape[0], first, splittable=True):
+    if is_vector(residual.shape[0], first) and is_vector(residual.shape[0], second, activation):
         hidden = product_of_rows(x, first, group, "", residual=residual)
         assert isinstance(hidden, torch.Tensor)
         return _normed_product(hidden, None, norm_weight, epsilon, second, activation, group)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from rung.passes.kernels.fp8_launches import E4M3, Quantised, add_norm_quantise
-from rung.passes.kernels.fp8_product import Scale, Weight, describe_product, given_rows, is_vector, product_of_rows
+from rung.passes.kernels.fp8_product import Scale, Weight, describe_product, given_rows, product_of_rows
 from rung.passes.kernels.support import is_programmatic, rows_of, why_not_fp8
 
 
@@ -49,7 +49,7 @@ def linear_norm(
     x, residual, programmatic = rows_of(x), rows_of(residual), is_programmatic(x)
     given = Weight(weight, weight_scale, x_scale.reshape(1) if x_scale.numel() == 1 else None, bias)
     rows = Quantised(x, x_scale.contiguous()) if given.input_scale is None else given_rows(x, given, splittable=True)
-    if is_vector(x.shape[0], given, splittable=True):
+    if x.shape[0] == 1:
         hidden = product_of_rows(rows, given, 0, "", residual=residual)
         assert isinstance(hidden, torch.Tensor)
         made, _ = add_norm_quantise(hidden, None, norm_weight, epsilon, out_scale, 0, programmatic=programmatic)

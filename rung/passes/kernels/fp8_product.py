@@ -45,7 +45,7 @@ def product_of_rows(
 ) -> torch.Tensor | Unactivated:
     """[rows, n]; where it is splittable, perhaps the parts [splits, rows, n] without the bias."""
     rows = x.values.shape[0] if isinstance(x, Quantised) else x.shape[0]
-    tiles = product_tiles(rows, weight, activation, splittable=splittable)
+    tiles = product_tiles(rows, weight, activation, splittable=splittable, inside=bool(around))
     if isinstance(x, Quantised):
         if tiles is not None and (not tiles.vector or weight.scale.dim() == 1):  # that for one row knows no scales of squares
             around |= {"x_scale": x.scale, "weight_scale": weight.scale}
@@ -64,9 +64,9 @@ def product_of_rows(
     return product_of_rows(quantised, weight, group, activation, splittable=splittable)
 
 
-def is_vector(rows: int, weight: Weight, activation: str = "", *, splittable: bool = False) -> bool:
-    """Whether the product goes to the kernel that norms and adds a residual for nothing."""
-    tiles = product_tiles(rows, weight, activation, splittable=splittable)
+def is_vector(rows: int, weight: Weight, activation: str = "") -> bool:
+    """Whether the product would go to the kernel that norms and adds a residual for nothing."""
+    tiles = product_tiles(rows, weight, activation, inside=True)
     return tiles is not None and tiles.vector
 
 
@@ -100,12 +100,12 @@ def dequantised(weight: Weight) -> torch.Tensor:
     return values * wide
 
 
-def product_tiles(rows: int, weight: Weight, activation: str, *, splittable: bool = False) -> Tiles | None:
+def product_tiles(rows: int, weight: Weight, activation: str, *, splittable: bool = False, inside: bool = False) -> Tiles | None:
     """The tiles of our kernel for so many rows, or None: cuBLAS."""
     n, k = weight.values.shape
     n //= 2 if activation else 1
-    programmatic = is_programmatic(weight.values)
-    tiles = tiles_for(rows, n, k, activation=activation, splittable=splittable, programmatic=programmatic, fp8=_dtypes(weight.scale))
+    named = {"splittable": splittable, "inside": inside, "programmatic": is_programmatic(weight.values)}
+    tiles = tiles_for(rows, n, k, activation=activation, fp8=_dtypes(weight.scale), **named)
     return None if tiles is not None and tiles.wide and why_not_wide(weight.values, weight.values, weight.bias) else tiles
 
 

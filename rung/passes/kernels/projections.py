@@ -96,7 +96,7 @@ def linear_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x, residual = rows_of(x), rows_of(residual)
-    if _is_vector(x, weight, splittable=True):
+    if x.shape[0] == 1:
         hidden = _product(x, weight, Surroundings(bias=bias, residual=residual))
         return launches.add_norm(hidden, None, norm_weight, epsilon, programmatic=is_programmatic(x))
     parts = _product(x, weight, Surroundings(bias=bias), splittable=True)
@@ -115,7 +115,7 @@ def linear_norm_linear(
     next_bias: torch.Tensor | None,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if _is_vector(x, weight, splittable=True) and _is_vector(residual, next_weight, activation):
+    if _is_vector(x, weight) and _is_vector(residual, next_weight, activation):
         hidden = _product(rows_of(x), weight, Surroundings(bias=bias, residual=rows_of(residual)))
         around = Surroundings(bias=next_bias, activation=activation, norm_weight=norm_weight, epsilon=epsilon)
         return _product(hidden, next_weight, around), hidden
@@ -123,23 +123,23 @@ def linear_norm_linear(
     return _product(normed, next_weight, Surroundings(bias=next_bias, activation=activation)), hidden
 
 
-def _tiles(x: torch.Tensor, weight: torch.Tensor, activation: str, *, splittable: bool) -> Tiles | None:
+def _tiles(x: torch.Tensor, weight: torch.Tensor, activation: str, **named: Any) -> Tiles | None:
     n = weight.shape[0] // (2 if activation else 1)
     rows, k = x.shape
-    return tiles_for(rows, n, k, activation=activation, splittable=splittable, programmatic=is_programmatic(x))
+    return tiles_for(rows, n, k, activation=activation, programmatic=is_programmatic(x), **named)
 
 
-def _is_vector(x: torch.Tensor, weight: torch.Tensor, activation: str = "", *, splittable: bool = False) -> bool:
-    """Whether the product goes to the kernel that norms and adds a residual for nothing."""
-    tiles = _tiles(x, weight, activation, splittable=splittable)
+def _is_vector(x: torch.Tensor, weight: torch.Tensor, activation: str = "") -> bool:
+    """Whether the product would go to the kernel that norms and adds a residual for nothing."""
+    tiles = _tiles(x, weight, activation, inside=True)
     return tiles is not None and tiles.vector
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, *, splittable: bool = False) -> torch.Tensor:
     """[rows, n], or, where it is splittable, perhaps the parts [splits, rows, n] without the bias."""
-    tiles = _tiles(x, weight, around.activation, splittable=splittable)
+    inside = around.norm_weight is not None or around.residual is not None
+    tiles = _tiles(x, weight, around.activation, splittable=splittable, inside=inside)
     if tiles is not None and not (tiles.wide and why_not_wide(x, weight, around.bias)):
         return launches.product(x, weight, around, tiles)
-    assert around.norm_weight is None, "one row always has tiles"
-    assert around.residual is None, "one row always has tiles"
+    assert not inside, "only products by the kernel without matrix units have something inside"
     return cublas(x, weight, around.bias, around.activation)

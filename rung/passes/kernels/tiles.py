@@ -19,6 +19,7 @@ _MANY_COLUMNS = 32768  # a head over the vocabulary
 # Small matrices beyond this k, as keys and values of an 8B have them, lose above this number of rows, where there are no parts to share k:
 # 32 programs, each with all of k to go through, are a quarter of the device.
 _LONG_K, _LONG_K_ROWS = 3072, 16
+_SHORT_K = 1024  # small matrices up to this k have the tiles of `_SHORT`
 
 # What a product is ("plain"; "split": its parts may be summed by the kernel behind it; "gated": with an activation), the largest number of
 # rows, tiles or None for cuBLAS. In order; above the last cuBLAS.
@@ -32,8 +33,10 @@ def _wide(blocks: int, block_k: int, block_n: int = 112, num_stages: int = 5) ->
 _SMALL: _Table = (
     ("plain", 1, Tiles(block_m=1, block_n=4, block_k=1024, num_warps=8, num_stages=1, prefetch=256)),
     ("gated", 1, Tiles(block_m=1, block_n=2, block_k=1024, num_warps=2, num_stages=1, prefetch=256)),
+    ("plain", 2, Tiles(block_m=2, block_n=1, block_k=512, num_warps=2, num_stages=1, prefetch=256)),
+    ("gated", 2, Tiles(block_m=2, block_n=1, block_k=1024, num_warps=2, num_stages=1, prefetch=256)),
     ("plain", 16, Tiles(block_m=16, block_n=16, block_k=256, num_warps=1, num_stages=3, prefetch=256)),
-    ("split", 16, Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=4, prefetch=256, splits=4)),
+    ("split", 16, Tiles(block_m=16, block_n=32, block_k=128, num_warps=2, num_stages=4, prefetch=256, splits=4)),
     ("gated", 16, Tiles(block_m=16, block_n=32, block_k=128, num_warps=2, num_stages=4, prefetch=256)),
     ("plain", 256, Tiles(block_m=32, block_n=64, block_k=256, num_warps=4, num_stages=3, prefetch=256, swap=True)),
     ("split", 64, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4, swap=True)),
@@ -41,12 +44,18 @@ _SMALL: _Table = (
     ("gated", 64, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256, swap=True)),
     ("gated", 256, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256, swap=True)),
 )
+_SHORTER = {
+    ("plain", 2): Tiles(block_m=2, block_n=2, block_k=1024, num_warps=2, num_stages=1, prefetch=256),
+    ("plain", 16): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=6, prefetch=256),
+    ("split", 16): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=4, prefetch=256, splits=4),
+}
+_SHORT: _Table = tuple((kind, most, _SHORTER.get((kind, most), tiles)) for kind, most, tiles in _SMALL)
 _LARGE: _Table = (
     ("plain", 1, Tiles(block_m=1, block_n=4, block_k=1024, num_warps=4, num_stages=1, prefetch=256)),
     ("gated", 1, Tiles(block_m=1, block_n=4, block_k=1024, num_warps=4, num_stages=3, prefetch=256)),
     ("plain", 16, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=6, prefetch=256, swap=True)),
-    ("split", 16, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4, swap=True)),
-    ("gated", 16, Tiles(block_m=16, block_n=32, block_k=256, num_warps=2, num_stages=3, prefetch=0)),
+    ("split", 16, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=6, prefetch=256, splits=2, swap=True)),
+    ("gated", 16, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256, swap=True)),
     ("plain", 32, Tiles(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=6, prefetch=256, swap=True)),
     ("split", 32, Tiles(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4, swap=True)),
     ("gated", 32, Tiles(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0)),
@@ -94,13 +103,22 @@ BF16 = Dtypes()
 
 
 def tiles_for(
-    rows: int, n: int, k: int, *, activation: str = "", splittable: bool = False, programmatic: bool = True, fp8: Dtypes = BF16
+    rows: int,
+    n: int,
+    k: int,
+    *,
+    activation: str = "",
+    splittable: bool = False,
+    inside: bool = False,
+    programmatic: bool = True,
+    fp8: Dtypes = BF16,
 ) -> Tiles | None:
     """The tiles for a product [rows, k] x [n, k] (n outputs, of which an activation needs two each), or None: cuBLAS.
 
-    `splittable` allows parts to be left for the kernel behind it to sum; `programmatic` allows programmatic launches."""
+    `splittable` allows parts to be left for the kernel behind it to sum; `inside`: a norm or a residual would be part of the product, for
+    which alone several rows go without matrix units; `programmatic` allows programmatic launches."""
     for most, tiles in _fitting(n, k, activation, splittable, fp8):
-        if rows <= most:
+        if rows <= most and (inside or tiles is None or tiles.block_m == 1 or not tiles.vector):
             return tiles if programmatic or tiles is None else replace(tiles, prefetch=-1)
     return None
 
@@ -167,7 +185,8 @@ def _narrow(table: _Table) -> Iterator[tuple[str, int, Tiles]]:
 
 def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> list[tuple[int, Tiles | None]]:
     nbytes = (1 if fp8.weights else 2) * n * k * (2 if activation else 1)
-    table = _SMALL if nbytes <= _SMALL_BYTES else _HEAD if n >= _MANY_COLUMNS and not activation else _LARGE
+    small = nbytes <= _SMALL_BYTES
+    table = (_SHORT if k <= _SHORT_K else _SMALL) if small else _HEAD if n >= _MANY_COLUMNS and not activation else _LARGE
     if fp8.weights:
         large = table is _LARGE and fp8.rows
         table = _LARGE_FP8 if large else tuple((kind, most, _for_fp8(tiles)) for kind, most, tiles in _narrow(table))
@@ -175,8 +194,8 @@ def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> 
             table = tuple((kind, most, tiles) for kind, most, tiles in table if tiles is None or tiles.block_m == 1 or not tiles.vector)
     if fp8.squares:
         table = tuple((kind, most, _within_squares(tiles)) for kind, most, tiles in _narrow(table))
-    if not fp8.weights and table is _SMALL and k > _LONG_K and not activation and not splittable:
+    if not fp8.weights and small and k > _LONG_K and not activation and not splittable:
         table = tuple(entry for entry in table if entry[1] <= _LONG_K_ROWS)
     whole = [(most, tiles) for kind, most, tiles in table if kind == ("gated" if activation else "plain")]
     split = [(most, tiles) for kind, most, tiles in table if kind == "split" and splittable and not activation]
-    return [entry for entry in whole if entry[1] is not None and entry[1].vector] + split if split else whole
+    return [entry for entry in whole if entry[0] == 1] + split if split else whole

@@ -70,7 +70,7 @@ class Driver:
         check_ops_exist(self.config)
         report = CompileReport(title=entry_name(function).rpartition(":")[2])
         owner = _owner(function)
-        device = _device(tensors, getattr(function, "__self__", None))
+        device = _device([tensor for _, tensor in tensors], getattr(function, "__self__", None))
         with report.clock("keys"):
             code = self.pieces.factors(device)
             factors, opaque = plan_factors(function, locals_, tensors, dims, self.config, code)
@@ -157,7 +157,7 @@ class Driver:
         report.source = "compiled"
         report.passes.clear()
         dump = report.dump
-        device = _device(tensors, getattr(function, "__self__", None))
+        device = _device([tensor for _, tensor in tensors], getattr(function, "__self__", None))
         if device.type == "cuda":  # before the other imports and the trace: kernels wait for the workers
             with report.clock("import Inductor"), torch_compat.quiet_compiler():
                 torch_compat.start_workers()
@@ -196,7 +196,7 @@ class Driver:
             with report.clock("save"):
                 seconds = {**report.seconds, "compile": report.piece_seconds}
                 self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes, blobs))
-        check_pieces(cases_of(graph, plan, stored, _owner(function)), report, self.counters)
+        check_pieces(cases_of(graph, plan, stored, _owner(function)), report, self.counters, device)
         return plan, blobs, (graph, traced)
 
     def _trace_again(
@@ -234,11 +234,12 @@ class Driver:
         dump = Dump.of("torch_compile:graph", key_of({"id": id(traced)}))
         dump.traced(traced)
         placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
-        device = next((v.device for n in placeholders if isinstance(v := n.meta["example_value"], torch.Tensor)), torch.device("cpu"))
+        values = [node.meta["example_value"] for node in placeholders]
+        device = _device([value for value in values if isinstance(value, torch.Tensor)], None)
         graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         stored = self._compile_pieces(graph, traced, device, report, dump)
         plan = CompilePlan("", traced.inputs, (), {}, _pieces(graph, stored), graph.steps, graph.outputs, traced.template, ())
-        check_pieces(cases_of(graph, plan, stored, {}), report, self.counters)
+        check_pieces(cases_of(graph, plan, stored, {}), report, self.counters, device)
         graph.forget()
         return self._load(plan, _blobs(stored), {}, report, device)
 
@@ -294,10 +295,9 @@ def _owner(function: Callable[..., Any]) -> dict[str, Any]:
     return {} if owner is None else {self_name(function): owner}
 
 
-def _device(tensors: Sequence[tuple[Path, torch.Tensor]], owner: object) -> torch.device:
-    if tensors:
-        return tensors[0][1].device
+def _device(tensors: Sequence[torch.Tensor], owner: object) -> torch.device:
+    """A GPU that an argument or a parameter lies on; else where the first of them lies."""
+    devices = [tensor.device for tensor in tensors]
     if isinstance(owner, nn.Module):
-        for parameter in owner.parameters():
-            return parameter.device
-    return torch.device("cpu")
+        devices += [parameter.device for parameter in owner.parameters()]
+    return next((device for device in devices if device.type == "cuda"), devices[0] if devices else torch.device("cpu"))

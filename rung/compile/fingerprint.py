@@ -18,6 +18,8 @@ from torch import nn
 from rung.compile.sources import code_digest
 
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+# Called when a state is saved or loaded, never by a forward.
+_STATE_HOOKS = frozenset({"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.layout)
 
 
@@ -59,7 +61,7 @@ class _Walk:
         self.seen: set[int] = set()
 
     def module(self, name: str, module: nn.Module) -> dict[str, Any]:
-        skipped = {*_TABLES, *getattr(module, "rung_unread_attributes", ())}
+        skipped = {*_TABLES, *_STATE_HOOKS, *getattr(module, "rung_unread_attributes", ())}
         plain = {key: value for key, value in module.__dict__.items() if key not in skipped and not isinstance(value, RuntimeState)}
         tensors = {**module._parameters, **module._buffers}
         return {

@@ -80,10 +80,10 @@ def cases_of(graph: SplitGraph, plan: CompilePlan, stored: Sequence[StoredPiece]
     return cases
 
 
-def check_pieces(cases: Sequence[Case], report: CompileReport, counters: Counters, sizes: Sequence[int] = SIZES) -> None:
+def check_pieces(
+    cases: Sequence[Case], report: CompileReport, counters: Counters, device: torch.device, sizes: Sequence[int] = SIZES
+) -> None:
     """`check_piece` of all. On a device our own kernels are built at once before, and not one after another at their first launch."""
-    tensors = (weight for _, _, weights in cases for weight in weights if isinstance(weight, torch.Tensor))
-    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     if device.type == "cuda" and launch_road() == "prebound" and not report.kernels_built:
         with report.clock("build kernels"):
             _build_kernels(cases, device, counters, sizes)

@@ -147,7 +147,7 @@ class SizeVariants:
                 for index, piece in enumerate(graph.pieces)
             ]
             ends = tuple(dict.fromkeys((state.sizes.low, min(state.sizes.high, state.sizes.low + 2))))
-            check_pieces(cases_of(graph, self.compiled.plan, blobs, self._owner), report, self._counters, ends)
+            check_pieces(cases_of(graph, self.compiled.plan, blobs, self._owner), report, self._counters, self.compiled.device, ends)
         self._publish(state.sizes, blobs)
         state.state, state.seconds = "compiled", time.perf_counter() - start
         self._counters.add(Count.SIZE_VARIANTS)

@@ -114,12 +114,14 @@ def quantize_fp8(
         _check(name, module, scheme)
     _check_input_scales(given, linears, scheme)
     made: dict[str, FP8Linear] = {}
+    shared: dict[tuple[str, float, torch.device], nn.Parameter | None] = {}  # by what was given: a model without memory shares as well
     for name, module in linears.items():
         made[name] = FP8Linear.from_linear(module, scheme, given.get(name))
         parent, _, child = name.rpartition(".")
+        if name in given:
+            made[name].input_scale = shared.setdefault((parent, given[name], module.weight.device), made[name].input_scale)
         setattr(model.get_submodule(parent), child, made[name])
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in given):
-        share_input_scales(model.get_submodule(parent))
         model.get_submodule(parent).register_load_state_dict_post_hook(share_input_scales)
     return made
 

@@ -150,7 +150,7 @@ class GraphForward(Forward):
         self._decode_plan = DecodePlan(self._plan, decode)
 
     def advances(self, dispatch: Dispatch) -> bool:
-        return self._decode_plan is not None and _is_decode(dispatch.descriptor)
+        return self._decode_plan is not None and is_decode_graph(dispatch.descriptor)
 
     def advance(self, dispatch: Dispatch) -> torch.Tensor:
         logits: torch.Tensor = self.manager.run(dispatch).borrow()[0]
@@ -171,7 +171,7 @@ class GraphForward(Forward):
 
     def plan_of(self, descriptor: Descriptor) -> BoundPlan:
         """What a graph of `descriptor` contains."""
-        return self._decode_plan if self._decode_plan is not None and _is_decode(descriptor) else self._plan
+        return self._decode_plan if self._decode_plan is not None and is_decode_graph(descriptor) else self._plan
 
     def run(self, dispatch: Dispatch, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         with set_forward_context(context):
@@ -180,5 +180,6 @@ class GraphForward(Forward):
         return hidden
 
 
-def _is_decode(descriptor: Descriptor) -> bool:
+def is_decode_graph(descriptor: Descriptor) -> bool:
+    """Whether a graph of it is a decode step that advances itself."""
     return descriptor.mode is GraphMode.FULL and descriptor.uniform_query_len == 1

@@ -20,11 +20,12 @@ from rung.attention.backends.launch_plan import kernel_of
 from rung.attention.backends.triton_paged import TritonPaged, zero_padded_rows_triton
 from rung.compile.compiled import CompiledFunction
 from rung.counters import Counters
-from rung.graphs import Descriptor, Dispatch, GraphMode
+from rung.graphs import Descriptor, Dispatch
 from rung.launch import Rehearsal, multiprocessors, rehearse_launches
 from rung.runner.config import RunnerConfig
 from rung.runner.decode import DecodePlan
 from rung.runner.forward import EagerForward
+from rung.runner.graph_forward import is_decode_graph
 from rung.runner.model_runner import ModelRunner
 from rung.runner.ops import default_ops
 from rung.runner.profile import PROFILE_BLOCKS
@@ -56,6 +57,13 @@ def shadow_of(module: nn.Module, device: torch.device) -> nn.Module:
     return shadow
 
 
+class _Captured(EagerForward):
+    """Steps as they are captured: inputs of decode graphs are made for such graphs."""
+
+    def advances(self, dispatch: Dispatch) -> bool:
+        return is_decode_graph(dispatch.descriptor)
+
+
 def find_kernels(module: nn.Module, compiled: CompiledFunction, configs: Sequence[RunnerConfig], capability: int) -> Rehearsal:
     """What runners of these configurations launch, with Triton's attention and beside FlashAttention's. The tensors of `module`, which
     `compiled` was compiled for, have no memory (see `shadow_of`); `compiled` stays as it is."""
@@ -75,7 +83,7 @@ def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfi
         module,
         config,
         backend=partial(TritonPaged, batch_invariant=config.batch_invariant),
-        forward=EagerForward(compiled),
+        forward=_Captured(compiled),
         ops=default_ops(device, batch_invariant=config.batch_invariant)[0],
         num_blocks=PROFILE_BLOCKS,
         transfer=NoTransfer(device),
@@ -83,7 +91,7 @@ def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfi
     rehearse(runner, compiled)
     decode = DecodePlan(compiled, runner.decode)
     descriptors = planned_descriptors(config, TritonPaged.capture_support)
-    decodes = [found for found in descriptors if found.mode is GraphMode.FULL and found.uniform_query_len == 1]
+    decodes = [found for found in descriptors if is_decode_graph(found)]
     for descriptor in _decode_graphs(runner, decodes):
         rows = descriptor.num_tokens
         with runner.dummy_context(Dispatch(descriptor)):

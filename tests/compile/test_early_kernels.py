@@ -52,7 +52,7 @@ def test_operations_name_the_kernels_that_the_compiled_piece_launches(monkeypatc
     workers, counters, noted = Begun(), Counters(), []
     monkeypatch.setattr(EarlyKernels, "of", lambda device, sizes, _: EarlyKernels(90, workers.submit, sizes, counters))
 
-    def check(cases: list[selfcheck.Case], report: CompileReport, _: Counters) -> None:
+    def check(cases: list[selfcheck.Case], report: CompileReport, _: Counters, device: torch.device) -> None:
         noted.append((report.kernels_built, selfcheck.find_kernels(cases, 90).wanted))
 
     monkeypatch.setattr(driver, "check_pieces", check)

@@ -85,3 +85,12 @@ def test_number_of_the_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_submodule_called_tied_counts() -> None:
     assert of(lambda net: setattr(net, "tied", nn.Linear(2, 2))) != of(lambda net: setattr(net, "tied", nn.ReLU()))
+
+
+def test_hooks_of_saving_and_loading_are_not_read_by_a_forward() -> None:
+    plain, hooked = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    hooked.register_load_state_dict_post_hook(lambda module, keys: None)
+    hooked.register_state_dict_pre_hook(lambda *arguments: None)
+    assert fingerprint(plain) == fingerprint(hooked)
+    hooked.register_forward_hook(lambda module, arguments, output: output)
+    assert fingerprint(plain) != fingerprint(hooked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_the_kernels_of_a_comparison_are_found_before_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(support, "_why_not_device", lambda device: None)
     noted: list[set[str]] = []
 
-    def check(cases: list[selfcheck.Case], report: CompileReport, counters: Counters) -> None:
+    def check(cases: list[selfcheck.Case], report: CompileReport, counters: Counters, device: torch.device) -> None:
         rehearsal = selfcheck.find_kernels(cases, 90)
         noted.extend({launcher.name} for launcher, _, _ in rehearsal.wanted.values())
 
@@ -56,3 +57,20 @@ def test_the_kernels_of_a_comparison_are_found_before_it(monkeypatch: pytest.Mon
     rung.wrap(module, dynamic={"x": {0: "rows"}})
     module.rung._entry.prepare_call(torch.randn(4, 64, dtype=torch.bfloat16))  # type: ignore[operator, union-attr]
     assert noted == [{"vector_kernel"}, {"product_kernel"}]  # one row, and three
+
+
+def test_a_plan_runs_on_the_gpu_that_any_tensor_lies_on() -> None:
+    """A function without parameters too, and one whose first argument lies on the host."""
+    host, gpu = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(device=torch.device("cuda", 1))
+    assert driver._device([host, gpu], None) == gpu.device  # type: ignore[list-item]
+    assert driver._device([host], Product()) == host.device  # type: ignore[list-item]
+    assert driver._device([], Product()) == torch.device("cpu")
+    assert driver._device([], None) == torch.device("cpu")
+
+
+def test_a_comparison_is_told_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be read from weights: a piece may have none."""
+    given: list[torch.device] = []
+    monkeypatch.setattr(driver, "check_pieces", lambda cases, report, counters, device: given.append(device))
+    rung.wrap(lambda x: x * 2 + 1, dynamic={"x": {0: "rows"}})(torch.ones(3))
+    assert given == [torch.device("cpu")]

@@ -106,7 +106,8 @@ def test_prediction_from_six_captures_is_within_a_tenth_of_the_device() -> None:
     assert found["captures"] == 51 + 35
     # A small model: what the device says of it moves by up to 32 MiB at a time (bench.memory measures the 8B shape, where a tenth is more).
     assert found["predicted"] == pytest.approx(found["accounted"], rel=0.1, abs=32 << 20)
-    assert found["accounted"] == pytest.approx(found["took"], rel=0.15)  # lazily loaded kernels are in it too
+    # Lazily loaded kernels are in it too, and such a step.
+    assert found["accounted"] == pytest.approx(found["took"], abs=0.15 * found["took"] + (32 << 20))
 
 
 def test_five_rounds_of_capture_and_release_return_to_the_starting_bytes() -> None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from rung import torch_compat
-from rung.attention import attention_layers
+from rung.attention import CaptureSupport, attention_layers
+from rung.attention.backends.decode_attention import plan_decode
+from rung.attention.backends.torch_reference import TorchReference
+from rung.context import get_forward_context
 from rung.counters import Count, Counters
-from rung.launch import Built
+from rung.graphs import Descriptor, Dispatch
+from rung.launch import Built, rehearse_launches
 from rung.models.build import empty_model
 from rung.models.config import LlamaConfig
 from rung.runner import RunnerConfig, StartUp, build
-from rung.runner.kernel_images import shadow_of
+from rung.runner.graph_forward import is_decode_graph
+from rung.runner.kernel_images import NoTransfer, _Captured, _decode_graphs, shadow_of
+from rung.runner.model_runner import ModelRunner
+from rung.runner.ops import TorchStepOps
+from rung.runner.step_trace import planned_descriptors
 
 CONFIG = LlamaConfig(
     vocab_size=320,
@@ -54,3 +64,44 @@ def test_a_start_that_cannot_be_rehearsed_says_why(module: nn.Module, monkeypatc
     build.build_kernels(module, None, RunnerConfig(), torch.device("cuda", 0), start, counters)  # type: ignore[arg-type]
     assert start.kernels == Built(reason="the start could not be rehearsed: TypeError: a lock cannot be copied")
     assert counters[Count.UNFORESEEN_KERNELS] == 1
+
+
+def test_decode_graphs_are_rehearsed_as_they_are_captured(module: nn.Module) -> None:
+    """With settled metadata, for which the rotation is joined with the attention behind it; other steps without."""
+    config = RunnerConfig(max_num_requests=6, max_num_tokens=16, max_model_len=512, graphs="full_and_piecewise")
+    device = torch.device("meta")
+    settled: dict[bool, set[tuple[bool, bool]]] = {}
+    with torch.no_grad(), rehearse_launches(90):
+        runner = ModelRunner(
+            module,
+            config,
+            backend=TorchReference,
+            forward=_Captured(module),
+            ops=TorchStepOps(),
+            num_blocks=2,
+            transfer=NoTransfer(device),
+        )
+        for descriptor in planned_descriptors(config, CaptureSupport.ALWAYS):
+            with runner.dummy_context(Dispatch(descriptor)):
+                (metadata,) = {id(one): one for one in get_forward_context().attention_metadata.values()}.values()
+            settled.setdefault(is_decode_graph(descriptor), set()).add((metadata.settled, metadata.may_pad))
+    assert settled == {True: {(True, False)}, False: {(False, True)}}
+
+
+def test_every_launch_of_decode_graphs_is_rehearsed(module: nn.Module) -> None:
+    runner = SimpleNamespace(
+        config=RunnerConfig(max_num_requests=256, max_model_len=4096, graphs="full_and_piecewise"),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        layers=attention_layers(module),
+    )
+    decodes = [found for found in planned_descriptors(runner.config, CaptureSupport.ALWAYS) if is_decode_graph(found)]
+    (spec,) = {layer.spec for layer in runner.layers.values()}
+
+    def plans(descriptors: list[Descriptor]) -> set[object]:
+        return {plan_decode(spec, found.num_tokens, 4096, kept_size=kept) for found in descriptors for kept in (1, 2)}
+
+    chosen = _decode_graphs(runner, decodes)  # type: ignore[arg-type]
+    assert len(chosen) < len(decodes) / 2
+    assert plans(chosen) == plans(decodes)
+    assert len(plans(chosen)) > 3

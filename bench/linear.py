@@ -31,7 +31,7 @@ from rung import torch_compat
 from rung.launch.specialise import OPTIONS, specialise
 from rung.models.random import SHAPES
 from rung.passes.kernels import launches
-from rung.passes.kernels.launches import VECTOR_ROWS, Surroundings, Tiles
+from rung.passes.kernels.launches import Surroundings, Tiles
 
 BYTES_A_US = 4.2e6
 
@@ -45,7 +45,7 @@ def tensors(case: Case, rows: int, device: str, sets: int) -> tuple[torch.Tensor
     if case.fp8:
         weights = [weight.to(torch.float8_e4m3fn) for weight in weights]
         scales["weight_scale"] = torch.ones(case.weight_rows, device=device)
-        if rows > 1 and not (case.norm or case.residual):  # inside of which rows stay as they are
+        if rows > 1:
             x, scales["x_scale"] = x.to(torch.float8_e4m3fn), torch.ones(rows, 1, device=device)
     around = Surroundings(
         **scales,
@@ -62,7 +62,7 @@ def compile_one(job: tuple[Case, int, Tiles]) -> str | None:
     case, rows, tiles = job
     if tiles.wide:
         return None  # NVRTC takes half a second for one; the first call does it
-    launcher = launches.VECTOR if tiles.vector else launches.PRODUCT
+    launcher = launches.VECTOR if tiles.block_m == 1 else launches.PRODUCT
     calls: list[Any] = []
     launcher.run = lambda grid, *values, **named: calls.append((values, named))
     x, (weight,), around = tensors(case, rows, "cpu", 1)
@@ -147,27 +147,15 @@ def norms(target: str, rows: int) -> tuple[str, dict[int, float]]:
 
 
 def layer(rows: int, found: list[dict[str, Any]], norm_us: dict[int, float]) -> str:
-    """The sum over the products of a layer and the norms between them, by who computes them; bf16."""
-    best: dict[str, dict[str, dict[str, Any]]] = {"cublas": {}, "in use": {}, "inside": {}, "bare": {}}
-    for row in found:
-        name, bare = row["case"].removesuffix(" bare"), row["case"].endswith(" bare")
-        if row["rows"] != rows or name == "head":
-            continue
-        kinds = ["cublas"] if row["how"].startswith("cublas") and bare == (rows > VECTOR_ROWS) else []
-        kinds += (["bare" if bare else "inside"] + ["in use"] * row["in_use"]) if row["how"] == "ours" else []
-        for kind in kinds:
-            known = best[kind].get(name)
-            if known is None or (row["us"] < known["us"] and row["how"] == "ours") or row["how"] == "cublas+kernels":
-                best[kind][name] = row
-    lines = []
-    for kind, rows_of in best.items():
-        total = sum(row["us"] for row in rows_of.values())
-        for row in rows_of.values():  # the kernel behind a product without its residual
-            if row["how"] == "ours" and row["case"] in ("o bare", "down bare"):
-                total += norm_us[row["tiles"]["splits"]]
-        if len(rows_of) == 4:
-            lines.append(f"{kind} {total:.2f}")
-    return f"layer {rows:10} | " + ", ".join(lines)
+    """The sum over the products of a layer and the norms between them, by what is in use and by what was best; bf16."""
+    sums = {"in use": 0.0, "best": 0.0}
+    for name in {row["case"] for row in found if row["rows"] == rows and row["case"] != "head"}:
+        ours = [row for row in found if (row["case"], row["rows"], row["how"]) == (name, rows, "ours")]
+        # the kernel behind a product without its residual sums its parts
+        us = {id(row): row["us"] + (norm_us[row["tiles"]["splits"]] if name in ("o bare", "down bare") else 0.0) for row in ours}
+        sums["in use"] += min((us[id(row)] for row in ours if row["in_use"]), default=float("nan"))
+        sums["best"] += min(us.values(), default=float("nan"))
+    return f"layer {rows:10} | " + ", ".join(f"{name} {total:.2f}" for name, total in sums.items())
 
 
 def shown(tiles: dict[str, Any] | None) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rung.models.random import SHAPES
-from rung.passes.kernels.launches import VECTOR_ROWS, Tiles
+from rung.passes.kernels.launches import Tiles
 from rung.passes.kernels.tiles import Dtypes, tiles_for
 
 SHARED_LIMIT = 225 * 1024
@@ -40,20 +40,13 @@ class Case:
         return self.name in ("o bare", "down bare")
 
     @property
-    def is_part(self) -> bool:
-        """Whether a norm or a residual belongs to the product, inside or not."""
-        return self.norm or self.residual or self.name.endswith(" bare")
-
-    @property
     def sets(self) -> int:
         return max(3, min(256, 200_000_000 // self.weight_bytes))
 
     def variants(self, rows: int) -> list[Case]:
-        """One row has norm and residual in its product, many have them in a kernel of their own behind it, few may have either."""
-        if rows == 1 or not (self.norm or self.residual):
-            return [self]
+        """One row has norm and residual in its product, more have them in a kernel of their own behind it."""
         bare = Case(self.name + " bare", self.n, self.k, activation=self.activation, fp8=self.fp8)
-        return [self, bare] if rows <= VECTOR_ROWS else [bare]
+        return [self] if rows == 1 or not (self.norm or self.residual) else [bare]
 
 
 def cases(target: str, fp8: bool = False) -> list[Case]:
@@ -71,36 +64,28 @@ def cases(target: str, fp8: bool = False) -> list[Case]:
 def candidates(case: Case, rows: int, near: bool = False) -> Iterator[Tiles]:
     """Tiles worth a try, each with several amounts of prefetching; `near`: near those that won, for up to 16 rows."""
     if near and rows <= 16:
-        yield from _near_vectors(case, rows) if _is_vector(case, rows) else _near_tiles(case, rows)
+        yield from _near_vectors(case) if rows == 1 else _near_tiles(case, rows)
         return
-    for tiles in _vectors(case, rows) if _is_vector(case, rows) else _tiles(case, rows):
+    for tiles in _vectors(case) if rows == 1 else _tiles(case, rows):
         for prefetch in (-1, 0, 256, 1024, 4096):
             if prefetch <= case.k // tiles.splits:
                 yield replace(tiles, prefetch=prefetch)
 
 
-def _is_vector(case: Case, rows: int) -> bool:
-    return rows == 1 or (rows <= VECTOR_ROWS and (case.norm or case.residual))
-
-
-def _block_m(rows: int) -> int:
-    return 1 << (rows - 1).bit_length()
-
-
-def _vectors(case: Case, rows: int) -> Iterator[Tiles]:
+def _vectors(case: Case) -> Iterator[Tiles]:
     for block_n, block_k, warps in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048, 4096), (2, 4, 8)):
         per_thread = block_n * block_k // (32 * warps)
         if 16 <= per_thread <= (128 if case.fp8 else 64) // (2 if case.activation else 1) and block_k < 2 * case.k:
             for stages in (1,) if block_k >= case.k else (1, 3):
-                yield Tiles(block_m=_block_m(rows), block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
+                yield Tiles(block_m=1, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
 
 
-def _near_vectors(case: Case, rows: int) -> Iterator[Tiles]:
+def _near_vectors(case: Case) -> Iterator[Tiles]:
     small, doubled = case.k < 4096, 2 if case.activation else 1
     shapes = ((1024, 8), (1024, 4), (1024, 2), (512, 4), (512, 2), (256, 4)) if small else ((2048, 8), (1024, 4), (512, 4), (256, 4))
     for block_n, (block_k, warps) in itertools.product((1, 2, 4, 8, 16), shapes):
         each = doubled * block_n * block_k // (32 * warps)  # weights of a step in a thread; 8 are one load
-        tiles = Tiles(block_m=_block_m(rows), block_n=block_n, block_k=block_k, num_warps=warps, num_stages=1)
+        tiles = Tiles(block_m=1, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=1)
         if 8 <= each <= 64 and block_k < 2 * case.k and block_n * block_k >= 32 * warps * 8 and (small or each >= 16):
             tiles = replace(tiles, block_k=2 * block_k) if case.fp8 else tiles
             yield replace(tiles, prefetch=256)
@@ -171,13 +156,8 @@ def image_of(case: Case, rows: int, tiles: Tiles) -> tuple[Any, ...]:
 
 
 def in_use(case: Case, rows: int) -> list[Tiles]:
-    """Of a product with a norm or a residual that is computed inside or outside, only the way that is taken has tiles."""
-    named = {"activation": case.activation, "fp8": Dtypes(case.fp8, case.fp8)}
-    tiles = tiles_for(rows, case.n, case.k, inside=case.is_part, **named)
-    if case.is_part and (tiles is None or not tiles.vector):
-        tiles = tiles_for(rows, case.n, case.k, splittable=case.splittable, **named)
-    inside = case.norm or case.residual
-    return [] if tiles is None or (case.is_part and tiles.vector != inside) else [tiles]
+    tiles = tiles_for(rows, case.n, case.k, activation=case.activation, splittable=case.splittable, fp8=Dtypes(case.fp8, case.fp8))
+    return [] if tiles is None else [tiles]
 
 
 def drawn(case: Case, rows: int, limit: int, near: bool = False) -> list[Tiles]:

@@ -67,26 +67,6 @@ def test_a_sum_and_the_norm_behind_it_are_one_kernel_and_few_rows_split_the_prod
     assert launched(projections.linear_norm, *args) == kernels
 
 
-@pytest.mark.parametrize(
-    ("rows", "kernels"),
-    [
-        (1, ["vector_kernel"] * 2),
-        (2, ["vector_kernel"] * 2),
-        (3, ["product_kernel / 4", "add_norm_kernel", "product_kernel"]),
-    ],
-)
-def test_two_rows_of_small_weights_are_normed_in_their_product(rows: int, kernels: list[str]) -> None:
-    args = empty(rows, 576), empty(576, 576), None, empty(rows, 576), empty(576), 1e-5, empty(3072, 576), None, "silu"
-    assert launched(projections.linear_norm_linear, *args) == kernels
-    assert launched(projections.norm_linear, *(args[index] for index in (3, 4, 5, 6, 7, 8))) == kernels[1:]
-
-
-def test_a_norm_that_is_a_kernel_of_its_own_sums_the_parts_of_two_rows() -> None:
-    """The next product here is one of the matrix units, which norm nothing."""
-    args = empty(2, 576), empty(1024, 576), None, empty(2, 1024), empty(1024), 1e-5, empty(14336, 1024), None, ""
-    assert launched(projections.linear_norm_linear, *args) == ["product_kernel / 4", "add_norm_kernel", "product_kernel"]
-
-
 @pytest.mark.parametrize(("rows", "kernels"), [(1, ["vector_kernel"]), (64, ["product_kernel"]), (1024, ["repeat", "_scaled_mm"])])
 def test_rows_with_one_scale_are_multiplied_without_a_kernel_that_spreads_it(rows: int, kernels: list[str]) -> None:
     """Beyond our kernels `_scaled_mm` wants the scale as often as there are rows."""

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from rung.passes.kernels import tiles as tiles_module
-from rung.passes.kernels.launches import Tiles
 from rung.passes.kernels.tiles import BF16, Dtypes, most_rows, row_cases, tiles_for
 
 SHAPES = [(6144, 4096, ""), (4096, 4096, ""), (14336, 4096, "silu"), (4096, 14336, ""), (128256, 4096, "")]
@@ -23,34 +21,12 @@ def test_every_number_of_rows_has_an_answer(n: int, k: int, activation: str, spl
         if tiles is None:
             assert rows > 64 or rows > most  # between two kernels of ours cuBLAS may be better
             continue
-        assert tiles.vector or not fp8.squares or tiles.block_k <= 128
-        assert rows > 1 or tiles.block_m == 1  # one row has a kernel that norms, and no other row in it
-        assert rows <= tiles.block_m or not tiles.vector
-        assert tiles.splits == 1 or (splittable and not tiles.vector and not activation)
-        nbytes = 1 if fp8.rows and not tiles.vector else 2
+        assert tiles.block_m == 1 or not fp8.squares or tiles.block_k <= 128
+        assert (tiles.block_m == 1) == (rows == 1)  # the kernel for one row is the one that norms
+        assert tiles.splits == 1 or (splittable and rows > 1 and not activation)
+        nbytes = 1 if fp8.rows and tiles.block_m > 1 else 2
         staged = (tiles.block_m + tiles.block_n * (2 if activation else 1)) * tiles.block_k * nbytes * tiles.num_stages
-        assert tiles.vector or staged <= 227 * 1024  # shared memory of a block on 9.0
-
-
-def test_few_rows_take_one_kernel_where_tiles_say_so_and_split_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = Tiles(block_m=4, block_n=4, block_k=1024)
-    monkeypatch.setattr(tiles_module, "_LARGE", (("plain", 1, tiles_module._LARGE[0][2]), ("plain", 4, few), *tiles_module._LARGE[1:]))
-    for rows, block_m in ((1, 1), (2, 4), (4, 4), (5, 16)):
-        found = tiles_for(rows, 4096, 4096, inside=True)
-        assert found is not None
-        assert found.block_m == block_m
-    assert tiles_for(2, 4096, 4096) == tiles_for(5, 4096, 4096)  # with nothing inside
-    for rows in (2, 4, 5):  # where a norm is a kernel of its own, it sums parts for nothing
-        found = tiles_for(rows, 4096, 4096, splittable=True)
-        assert found is not None
-        assert found.splits > 1
-    weights = tiles_for(4, 4096, 4096, fp8=Dtypes(weights=True), inside=True)
-    assert weights is not None
-    assert (weights.block_m, weights.block_k) == (4, 2048)  # as many bytes on their way
-    for fp8 in (Dtypes(True, True), Dtypes(True, True, True)):  # quantised rows stay with the matrix units
-        found = tiles_for(4, 4096, 4096, fp8=fp8, inside=True)
-        assert found is not None
-        assert not found.vector
+        assert rows == 1 or staged <= 227 * 1024  # shared memory of a block on 9.0
 
 
 def test_without_programmatic_launches_nothing_is_fetched_ahead() -> None:
@@ -60,14 +36,14 @@ def test_without_programmatic_launches_nothing_is_fetched_ahead() -> None:
 
 
 @pytest.mark.parametrize("maximum", [1, 20, 209, 256, 2048])
-@pytest.mark.parametrize(("splittable", "inside"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("splittable", [False, True])
 @pytest.mark.parametrize("fp8", DTYPES, ids=str)
-def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool, inside: bool, fp8: Dtypes) -> None:
+def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool, fp8: Dtypes) -> None:
     cases = row_cases(maximum)
     assert max(cases) == maximum
     assert len(cases) <= 9
     for n, k, activation in SHAPES:
-        named = {"activation": activation, "splittable": splittable, "inside": inside, "fp8": fp8}
+        named = {"activation": activation, "splittable": splittable, "fp8": fp8}
         taken = {tiles_for(rows, n, k, **named) for rows in cases}
         assert {tiles_for(rows, n, k, **named) for rows in range(1, maximum + 1)} == taken  # None, which is cuBLAS, among them
 
@@ -80,3 +56,17 @@ def test_a_long_product_of_few_outputs_is_left_to_cublas_unless_its_k_is_shared(
     assert shared is not None
     assert shared.splits == 4
     assert most_rows(1024, 3072) == 256  # measured: no loss
+
+
+def test_few_rows_of_small_weights_have_tiles_of_eight_rows_in_bf16() -> None:
+    for n, k, activation in ((960, 576, ""), (1536, 576, "silu")):
+        for rows, block_m in ((1, 1), (2, 8), (8, 8), (9, 16)):
+            found = tiles_for(rows, n, k, activation=activation)
+            assert found is not None
+            assert found.block_m == block_m
+        found = tiles_for(8, n, k, activation=activation, fp8=Dtypes(True, True))
+        assert found is not None
+        assert found.block_m == 16
+    down = tiles_for(8, 576, 1536, splittable=True)
+    assert down is not None
+    assert (down.block_m, down.splits) == (8, 4)

@@ -1,8 +1,7 @@
 """The providers of products by e4m3 weights.
 
-One row, or a few where the tiles say so: the kernel of `projections`, which reads the weights as e4m3 and leaves activations in bf16. More
-rows: activations are quantised, by the kernel that norms them where one does, and e4m3 is multiplied by e4m3: by our kernel while rows are
-few, else by cuBLAS.
+One row: the kernel of `projections`, which reads the weights as e4m3 and leaves activations in bf16. More rows: activations are quantised,
+by the kernel that norms them where one does, and e4m3 is multiplied by e4m3: by our kernel while rows are few, else by cuBLAS.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from rung.passes.kernels.fp8_product import (
     dequantised,
     describe_product,
     given_rows,
-    is_vector,
     product_of_rows,
     product_tiles,
     takes_quantised,
@@ -212,7 +210,7 @@ def _linear_norm_linear(
     residual = rows_of(residual)
     if isinstance(x, torch.Tensor) and x.dtype == E4M3:
         x = given_rows(x, first, splittable=True)
-    if is_vector(residual.shape[0], first) and is_vector(residual.shape[0], second, activation):
+    if residual.shape[0] == 1:
         hidden = product_of_rows(x, first, group, "", residual=residual)
         assert isinstance(hidden, torch.Tensor)
         return _normed_product(hidden, None, norm_weight, epsilon, second, activation, group)
@@ -233,7 +231,7 @@ def _normed_product(
     bias: Scale = None,  # of x, where that is the parts of a product
 ) -> tuple[torch.Tensor | Unactivated, torch.Tensor]:
     rows, programmatic = x.shape[-2], is_programmatic(x)
-    if residual is None and is_vector(rows, weight, activation):
+    if rows == 1 and residual is None:
         return product_of_rows(x, weight, group, activation, norm_weight=norm_weight, epsilon=epsilon), x
     if product_tiles(rows, weight, activation) is not None or takes_quantised(weight):
         quantised, hidden = add_norm_quantise(

@@ -1,8 +1,7 @@
 """The product of rows by an e4m3 weight, with the kernel that this many rows get; the providers of the ops are made of it.
 
-One row, or as many as the kernel without matrix units takes, stay in bf16. More are quantised, unless they come so, and e4m3 is multiplied
-by e4m3: by our kernel while rows are few, else by cuBLAS. Where cuBLAS does not take a weight's squares of scales, it multiplies the weight
-in bf16.
+One row stays in bf16. More are quantised, unless they come so, and e4m3 is multiplied by e4m3: by our kernel while rows are few, else by
+cuBLAS. Where cuBLAS does not take a weight's squares of scales, it multiplies the weight in bf16.
 """
 
 from __future__ import annotations
@@ -45,14 +44,15 @@ def product_of_rows(
 ) -> torch.Tensor | Unactivated:
     """[rows, n]; where it is splittable, perhaps the parts [splits, rows, n] without the bias."""
     rows = x.values.shape[0] if isinstance(x, Quantised) else x.shape[0]
-    tiles = product_tiles(rows, weight, activation, splittable=splittable, inside=bool(around))
+    tiles = product_tiles(rows, weight, activation, splittable=splittable)
     if isinstance(x, Quantised):
-        if tiles is not None and (not tiles.vector or weight.scale.dim() == 1):  # that for one row knows no scales of squares
+        if tiles is not None and (tiles.block_m > 1 or weight.scale.dim() == 1):  # that for one row knows no scales of squares
             around |= {"x_scale": x.scale, "weight_scale": weight.scale}
             return launches.product(x.values, weight.values, Surroundings(bias=weight.bias, activation=activation, **around), tiles)
         result = _scaled(x, weight)
         return Unactivated(result) if activation else result
-    if tiles is not None and tiles.vector:
+    if rows <= 1:
+        assert tiles is not None, "one row always has tiles"
         return launches.product(
             x, weight.values, Surroundings(bias=weight.bias, weight_scale=weight.scale, activation=activation, **around), tiles
         )
@@ -62,12 +62,6 @@ def product_of_rows(
         return Unactivated(result) if activation else result
     quantised = quantise(x, weight.input_scale, group, programmatic=is_programmatic(x))
     return product_of_rows(quantised, weight, group, activation, splittable=splittable)
-
-
-def is_vector(rows: int, weight: Weight, activation: str = "") -> bool:
-    """Whether the product would go to the kernel that norms and adds a residual for nothing."""
-    tiles = product_tiles(rows, weight, activation, inside=True)
-    return tiles is not None and tiles.vector
 
 
 def given_rows(x: torch.Tensor, weight: Weight, *, splittable: bool) -> Quantised:
@@ -100,12 +94,12 @@ def dequantised(weight: Weight) -> torch.Tensor:
     return values * wide
 
 
-def product_tiles(rows: int, weight: Weight, activation: str, *, splittable: bool = False, inside: bool = False) -> Tiles | None:
+def product_tiles(rows: int, weight: Weight, activation: str, *, splittable: bool = False) -> Tiles | None:
     """The tiles of our kernel for so many rows, or None: cuBLAS."""
     n, k = weight.values.shape
     n //= 2 if activation else 1
-    named = {"splittable": splittable, "inside": inside, "programmatic": is_programmatic(weight.values)}
-    tiles = tiles_for(rows, n, k, activation=activation, fp8=_dtypes(weight.scale), **named)
+    programmatic = is_programmatic(weight.values)
+    tiles = tiles_for(rows, n, k, activation=activation, splittable=splittable, programmatic=programmatic, fp8=_dtypes(weight.scale))
     return None if tiles is not None and tiles.wide and why_not_wide(weight.values, weight.values, weight.bias) else tiles
 
 

@@ -12,19 +12,18 @@ from rung.passes.kernels.wide import wide_product
 
 _KERNELS = "rung.passes.kernels.product_kernels"  # named, not imported: it needs Triton, which a warm start does without
 PRODUCT = TritonLauncher(_KERNELS, "product_kernel")
-VECTOR = TritonLauncher("rung.passes.kernels.vector_kernels", "vector_kernel")
+VECTOR = TritonLauncher(_KERNELS, "vector_kernel")
 _SIBLINGS = "rung.passes.kernels.sibling_kernels"
 SIBLING_PRODUCTS = TritonLauncher(_SIBLINGS, "sibling_products_kernel")
 SIBLING_VECTORS = TritonLauncher(_SIBLINGS, "sibling_vectors_kernel")
 _ROWS = "rung.passes.kernels.row_kernels"
 ADD_NORM = TritonLauncher(_ROWS, "add_norm_kernel")
 ACTIVATE = TritonLauncher(_ROWS, "activate_kernel")
-VECTOR_ROWS = 4  # the most that the kernel without matrix units takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """How a product is cut into programs. `block_m` up to `VECTOR_ROWS` is the kernel without matrix units, which can norm."""
+    """How a product is cut into programs. `block_m` 1 is the kernel for one row, which uses no matrix units."""
 
     block_m: int
     block_n: int
@@ -35,10 +34,6 @@ class Tiles:
     prefetch: int = -1  # elements of each weight row fetched before the predecessor has ended; -1: no programmatic launch
     swap: bool = False  # the weights are the left side: tiles of 64 of them and more then use the matrix units' wide instructions
     wide: int = 0  # blocks of a cluster of the wide kernel, which has 128 rows a block; 0: the kernels of Triton
-
-    @property
-    def vector(self) -> bool:
-        return self.block_m <= VECTOR_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +91,12 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     added, biased, scales = (x if other is None else other for other in (residual, bias, scale))
     scale_stride, x_scale = scales.stride(0), around.x_scale
     up, up_scales = weight if around.up is None else around.up, scales if up_scale is None else up_scale
-    if tiles.vector:
-        assert rows <= tiles.block_m
+    if tiles.block_m == 1:
         VECTOR.run(
             (columns, 1, 1),
             x, x if x_scale is None else x_scale, weight, up, scales, up_scales, biased, added,
-            x if norm_weight is None else norm_weight, out, rows, n, k, around.epsilon,
-            *_strides(x, x_scale, tiles), weight.stride(0), scale_stride, 0 if residual is None else residual.stride(0),
-            X_SCALED=x_scale is not None, NORM=norm_weight is not None, ROWS=tiles.block_m, STAGES=tiles.num_stages, **named,
+            x if norm_weight is None else norm_weight, out, n, k, around.epsilon, weight.stride(0), scale_stride,
+            X_SCALED=x_scale is not None, NORM=norm_weight is not None, STAGES=tiles.num_stages, **named,
         )  # fmt: skip
         return out
     blocks = -(-rows // tiles.block_m)
@@ -148,12 +141,8 @@ def sibling_products(
         "launch_pdl": tiles.prefetch >= 0,
     }
     columns = sum(-(-n // tiles.block_n) for n in sizes)
-    if tiles.vector:
-        assert rows <= tiles.block_m
-        SIBLING_VECTORS.run(
-            (columns, 1, 1),
-            *scaled, *added, *outs, rows, *sizes, k, *_strides(x, x_scale, tiles), ROWS=tiles.block_m, STAGES=tiles.num_stages, **named,
-        )  # fmt: skip
+    if tiles.block_m == 1:
+        SIBLING_VECTORS.run((columns, 1, 1), *scaled, *added, *outs, *sizes, k, STAGES=tiles.num_stages, **named)
         return outs
     blocks = -(-rows // tiles.block_m)
     SIBLING_PRODUCTS.run(
@@ -162,13 +151,6 @@ def sibling_products(
         SWAP=tiles.swap, BLOCK_M=tiles.block_m, num_stages=tiles.num_stages, **named,
     )  # fmt: skip
     return outs
-
-
-def _strides(x: torch.Tensor, x_scale: torch.Tensor | None, tiles: Tiles) -> tuple[int, int]:
-    """From one row of x, and of its scales, to the next; of one row nothing, so that views of any stride share an image."""
-    if tiles.block_m == 1:
-        return 0, 0
-    return x.stride(0), 0 if x_scale is None else x_scale.stride(0)
 
 
 def add_norm(

@@ -1,5 +1,4 @@
-"""The Triton kernel of matrix products with few rows; `vector_kernels` has that of fewer, `row_kernels` what stands between two of them.
-Importing this file needs Triton.
+"""Triton kernels of matrix products with few rows; `row_kernels` has what stands between two of them. Importing this file needs Triton.
 
 Weights are [n, k] with contiguous rows, as `nn.Linear` has them, in the dtype of x or e4m3 with scales: these are converted on their way to
 the product (exactly: bf16 has all numbers of e4m3), and the sum is scaled. SCALED: 0 without scales, 1 for one scale an output, 2 for one
@@ -170,4 +169,85 @@ def product_kernel(
         weight_scale, up_scale if APART else weight_scale + n, bias, residual, out, rows, n, k,
         block % m_blocks, block // m_blocks, x_stride, x_scale_row, x_scale_stride, weight_stride, scale_stride, residual_stride,
         X_SCALED, ACTIVATION, BIAS, RESIDUAL, SPLITS, SCALED, EVEN_N, EVEN_K, SWAP, PREFETCH, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def _vector_tile(
+    x, x_scale, weight, up, weight_scale, up_scale, bias, residual, norm_weight, out, n, k, column_block, epsilon,
+    weight_stride, scale_stride,
+    X_SCALED: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    SCALED: tl.constexpr, PREFETCH: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The outputs of one program of `vector_kernel`."""
+    columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.arange(0, BLOCK_K)
+    w_row = weight + columns[:, None].to(tl.int64) * weight_stride
+    up_row = up + columns[:, None].to(tl.int64) * weight_stride
+    has_column = columns[:, None] < n
+    _await(weight, up, columns, n, k, weight_stride, 0, PREFETCH, ACTIVATION != "")
+
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        at = start + part
+        if EVEN_N and EVEN_K:
+            tile = tl.load(w_row + at[None, :])
+        else:
+            tile = tl.load(w_row + at[None, :], mask=has_column & (at[None, :] < k), other=0.0)
+        if ACTIVATION != "":
+            if EVEN_N and EVEN_K:
+                tile_up = tl.load(up_row + at[None, :])
+            else:
+                tile_up = tl.load(up_row + at[None, :], mask=has_column & (at[None, :] < k), other=0.0)
+        values = tl.load(x + at).to(tl.float32) if EVEN_K else tl.load(x + at, mask=at < k, other=0.0).to(tl.float32)
+        if NORM:
+            scale = tl.load(norm_weight + at) if EVEN_K else tl.load(norm_weight + at, mask=at < k, other=0.0)
+            squares += values * values
+            values *= scale.to(tl.float32)
+        tile = tile.to(tl.float32)
+        if SCALED == 2:
+            tile *= _square_scale(weight_scale, columns[:, None], at[None, :], n, scale_stride)
+        total += tile * values[None, :]
+        if ACTIVATION != "":
+            tile_up = tile_up.to(tl.float32)
+            if SCALED == 2:
+                tile_up *= _square_scale(weight_scale, n + columns[:, None], at[None, :], 2 * n, scale_stride)
+            total_up += tile_up * values[None, :]
+    product = tl.sum(total, axis=1)
+    product_up = tl.sum(total_up, axis=1) if ACTIVATION != "" else product
+    if SCALED == 1:
+        product *= tl.load(weight_scale + columns, mask=columns < n, other=0.0)
+        if ACTIVATION != "":
+            product_up *= tl.load(up_scale + columns, mask=columns < n, other=0.0)
+    if X_SCALED:
+        product *= tl.load(x_scale)
+        product_up *= tl.load(x_scale)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / k + epsilon)
+        product *= factor
+        product_up *= factor
+    _finish(
+        product[None, :], product_up[None, :], bias, residual, out, tl.zeros((1,), tl.int32), columns, columns[None, :] < n, n, 0,
+        ACTIVATION, BIAS, RESIDUAL,
+    )  # fmt: skip
+
+
+@triton.jit
+def vector_kernel(
+    x, x_scale, weight, up, weight_scale, up_scale, bias, residual, norm_weight, out, n, k, epsilon, weight_stride, scale_stride,
+    X_SCALED: tl.constexpr, APART: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, SCALED: tl.constexpr, PREFETCH: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`product_kernel` for one row, without the matrix units, of x normed before when NORM.
+
+    The norm needs no pass of its own: x * norm_weight goes into the product, and 1 / rms scales the sum. Grid: (blocks of n)."""
+    _vector_tile(
+        x, x_scale, weight, up if APART else weight + tl.cast(n, tl.int64) * weight_stride,
+        weight_scale, up_scale if APART else weight_scale + n, bias, residual, norm_weight, out, n, k, tl.program_id(0), epsilon,
+        weight_stride, scale_stride,
+        X_SCALED, NORM, ACTIVATION, BIAS, RESIDUAL, SCALED, PREFETCH, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip

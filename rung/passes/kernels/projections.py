@@ -1,8 +1,7 @@
 """The Triton provider of the products of a decoder layer: our kernels where they win, cuBLAS between them where it does.
 
-What runs depends on the number of rows. One row, or where the tiles say so up to four: norm and residual are part of the products. Few
-rows: a product may leave the sum of its parts to the kernel that adds the residual and norms. Many rows: cuBLAS, and one kernel for what
-stands between two products.
+What runs depends on the number of rows. One row: norm and residual are part of the products. Few rows: a product may leave the sum of its
+parts to the kernel that adds the residual and norms. Many rows: cuBLAS, and one kernel for what stands between two products.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from rung.passes.kernels import launches
-from rung.passes.kernels.launches import Surroundings, Tiles
+from rung.passes.kernels.launches import Surroundings
 from rung.passes.kernels.support import is_programmatic, rows_of, why_not_triton
 from rung.passes.kernels.tiles import most_rows, say_rows, tiles_for, why_fewer_rows
 from rung.passes.kernels.wide import why_not_wide
@@ -73,7 +72,7 @@ def describe(weight: torch.Tensor, bias: torch.Tensor | None, activation: str, *
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, invariant: bool = False) -> torch.Tensor:
-    """By our kernels: of one row, and perhaps a few, by that without matrix units."""
+    """By our kernels: of one row by that without matrix units."""
     return _product(rows_of(x), weight, Surroundings(bias=bias, activation=activation))
 
 
@@ -86,7 +85,7 @@ def norm_linear(
     x: torch.Tensor, norm_weight: torch.Tensor, epsilon: float, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
     x = rows_of(x)
-    if _is_vector(x, weight, activation):
+    if x.shape[0] == 1:
         return _product(x, weight, Surroundings(bias=bias, activation=activation, norm_weight=norm_weight, epsilon=epsilon))
     normed, _ = launches.add_norm(x, None, norm_weight, epsilon, programmatic=is_programmatic(x))
     return _product(normed, weight, Surroundings(bias=bias, activation=activation))
@@ -115,7 +114,7 @@ def linear_norm_linear(
     next_bias: torch.Tensor | None,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if _is_vector(x, weight) and _is_vector(residual, next_weight, activation):
+    if x.shape[0] == 1:
         hidden = _product(rows_of(x), weight, Surroundings(bias=bias, residual=rows_of(residual)))
         around = Surroundings(bias=next_bias, activation=activation, norm_weight=norm_weight, epsilon=epsilon)
         return _product(hidden, next_weight, around), hidden
@@ -123,23 +122,14 @@ def linear_norm_linear(
     return _product(normed, next_weight, Surroundings(bias=next_bias, activation=activation)), hidden
 
 
-def _tiles(x: torch.Tensor, weight: torch.Tensor, activation: str, **named: Any) -> Tiles | None:
-    n = weight.shape[0] // (2 if activation else 1)
-    rows, k = x.shape
-    return tiles_for(rows, n, k, activation=activation, programmatic=is_programmatic(x), **named)
-
-
-def _is_vector(x: torch.Tensor, weight: torch.Tensor, activation: str = "") -> bool:
-    """Whether the product would go to the kernel that norms and adds a residual for nothing."""
-    tiles = _tiles(x, weight, activation, inside=True)
-    return tiles is not None and tiles.vector
-
-
 def _product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, *, splittable: bool = False) -> torch.Tensor:
     """[rows, n], or, where it is splittable, perhaps the parts [splits, rows, n] without the bias."""
-    inside = around.norm_weight is not None or around.residual is not None
-    tiles = _tiles(x, weight, around.activation, splittable=splittable, inside=inside)
+    rows, k = x.shape
+    n = weight.shape[0] // (2 if around.activation else 1)
+    programmatic = is_programmatic(x)
+    tiles = tiles_for(rows, n, k, activation=around.activation, splittable=splittable, programmatic=programmatic)
     if tiles is not None and not (tiles.wide and why_not_wide(x, weight, around.bias)):
         return launches.product(x, weight, around, tiles)
-    assert not inside, "only products by the kernel without matrix units have something inside"
+    assert around.norm_weight is None, "one row always has tiles"
+    assert around.residual is None, "one row always has tiles"
     return cublas(x, weight, around.bias, around.activation)

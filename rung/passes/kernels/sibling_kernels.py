@@ -8,8 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rung.passes.kernels.product_kernels import _product_tile
-from rung.passes.kernels.vector_kernels import _vector_tile
+from rung.passes.kernels.product_kernels import _product_tile, _vector_tile
 
 
 @triton.jit
@@ -52,20 +51,20 @@ def sibling_products_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "x_scale_row"])
+@triton.jit
 def sibling_vectors_kernel(
     x, x_scale, first, second, third, first_scale, second_scale, third_scale, first_bias, second_bias, third_bias,
-    first_out, second_out, third_out, rows, first_n, second_n, third_n, k, x_stride, x_scale_row,
+    first_out, second_out, third_out, first_n, second_n, third_n, k,
     SCALED: tl.constexpr, BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`sibling_products_kernel` for up to ROWS rows. Grid: (blocks of all n)."""
+    """`sibling_products_kernel` for one row. Grid: (blocks of all n)."""
     column_block = tl.program_id(0)
     weight, scale, bias, out, n, column_block = _sibling_of(
         column_block, first, second, third, first_scale, second_scale, third_scale, first_bias, second_bias, third_bias,
         first_out, second_out, third_out, first_n, second_n, third_n, BLOCK_N,
     )  # fmt: skip
     _vector_tile(
-        x, x_scale, weight, weight, scale, scale, bias, x, x, out, rows, n, k, column_block, 0.0, x_stride, x_scale_row, k, 0, 0,
-        SCALED, False, "", BIAS, False, 1 if SCALED else 0, PREFETCH, EVEN_N, EVEN_K, ROWS, BLOCK_N, BLOCK_K, STAGES,
+        x, x_scale, weight, weight, scale, scale, bias, x, x, out, n, k, column_block, 0.0, k, 0,
+        SCALED, False, "", BIAS, False, 1 if SCALED else 0, PREFETCH, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip

@@ -31,13 +31,14 @@ def _wide(blocks: int, block_k: int, block_n: int = 112, num_stages: int = 5) ->
 
 
 _SMALL: _Table = (
-    ("plain", 1, Tiles(block_m=1, block_n=4, block_k=1024, num_warps=8, num_stages=1, prefetch=256)),
-    ("gated", 1, Tiles(block_m=1, block_n=2, block_k=1024, num_warps=2, num_stages=1, prefetch=256)),
-    ("plain", 2, Tiles(block_m=2, block_n=1, block_k=512, num_warps=2, num_stages=1, prefetch=256)),
-    ("gated", 2, Tiles(block_m=2, block_n=1, block_k=1024, num_warps=2, num_stages=1, prefetch=256)),
+    ("plain", 1, Tiles(block_m=1, block_n=2, block_k=1024, num_warps=4, num_stages=1, prefetch=1024)),
+    ("gated", 1, Tiles(block_m=1, block_n=2, block_k=1024, num_warps=4, num_stages=1, prefetch=256)),
+    ("plain", 8, Tiles(block_m=16, block_n=16, block_k=256, num_warps=1, num_stages=3, prefetch=256)),
+    ("split", 8, Tiles(block_m=8, block_n=16, block_k=64, num_warps=1, num_stages=6, prefetch=256, splits=4, swap=True)),
+    ("gated", 8, Tiles(block_m=8, block_n=16, block_k=64, num_warps=1, num_stages=6, prefetch=256, swap=True)),
     ("plain", 16, Tiles(block_m=16, block_n=16, block_k=256, num_warps=1, num_stages=3, prefetch=256)),
     ("split", 16, Tiles(block_m=16, block_n=32, block_k=128, num_warps=2, num_stages=4, prefetch=256, splits=4)),
-    ("gated", 16, Tiles(block_m=16, block_n=32, block_k=128, num_warps=2, num_stages=4, prefetch=256)),
+    ("gated", 16, Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=6, prefetch=256, swap=True)),
     ("plain", 256, Tiles(block_m=32, block_n=64, block_k=256, num_warps=4, num_stages=3, prefetch=256, swap=True)),
     ("split", 64, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4, swap=True)),
     ("split", 256, Tiles(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=3, prefetch=0, splits=4)),
@@ -45,9 +46,11 @@ _SMALL: _Table = (
     ("gated", 256, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256, swap=True)),
 )
 _SHORTER = {
-    ("plain", 2): Tiles(block_m=2, block_n=2, block_k=1024, num_warps=2, num_stages=1, prefetch=256),
+    ("plain", 1): Tiles(block_m=1, block_n=4, block_k=1024, num_warps=8, num_stages=1, prefetch=256),
+    ("plain", 8): Tiles(block_m=8, block_n=16, block_k=128, num_warps=1, num_stages=6, prefetch=256, swap=True),
     ("plain", 16): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=6, prefetch=256),
-    ("split", 16): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=4, prefetch=256, splits=4),
+    ("split", 8): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=3, prefetch=256, splits=4, swap=True),
+    ("split", 16): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=3, prefetch=256, splits=4),
 }
 _SHORT: _Table = tuple((kind, most, _SHORTER.get((kind, most), tiles)) for kind, most, tiles in _SMALL)
 _LARGE: _Table = (
@@ -103,22 +106,13 @@ BF16 = Dtypes()
 
 
 def tiles_for(
-    rows: int,
-    n: int,
-    k: int,
-    *,
-    activation: str = "",
-    splittable: bool = False,
-    inside: bool = False,
-    programmatic: bool = True,
-    fp8: Dtypes = BF16,
+    rows: int, n: int, k: int, *, activation: str = "", splittable: bool = False, programmatic: bool = True, fp8: Dtypes = BF16
 ) -> Tiles | None:
     """The tiles for a product [rows, k] x [n, k] (n outputs, of which an activation needs two each), or None: cuBLAS.
 
-    `splittable` allows parts to be left for the kernel behind it to sum; `inside`: a norm or a residual would be part of the product, for
-    which alone several rows go without matrix units; `programmatic` allows programmatic launches."""
-    for most, tiles in _fitting(n, k, activation, splittable, fp8):
-        if rows <= most and (inside or tiles is None or tiles.block_m == 1 or not tiles.vector):
+    `splittable` allows parts to be left for the kernel behind it to sum; `programmatic` allows programmatic launches."""
+    for most, tiles in _fitting(n, k, activation, splittable and rows > 1, fp8):
+        if rows <= most:
             return tiles if programmatic or tiles is None else replace(tiles, prefetch=-1)
     return None
 
@@ -169,18 +163,18 @@ def _for_fp8(tiles: Tiles) -> Tiles:
     """Not measured: the same bytes on their way as the tiles for bf16 have, where the matrix units do not bound the length of k. Weights
     are converted in registers, where only the left side can stay."""
     prefetch = 2 * tiles.prefetch if tiles.prefetch > 0 else tiles.prefetch
-    block_k = 2 * tiles.block_k if tiles.vector else min(tiles.block_k, 128)
-    return replace(tiles, prefetch=prefetch, block_k=block_k, swap=tiles.swap or (not tiles.vector and tiles.block_n >= 64))
+    block_k = 2 * tiles.block_k if tiles.block_m == 1 else min(tiles.block_k, 128)
+    return replace(tiles, prefetch=prefetch, block_k=block_k, swap=tiles.swap or (tiles.block_m > 1 and tiles.block_n >= 64))
 
 
 def _within_squares(tiles: Tiles) -> Tiles:
     """A step over k takes at most one square of scales."""
-    return tiles if tiles.vector else replace(tiles, block_k=min(tiles.block_k, 128))
+    return tiles if tiles.block_m == 1 else replace(tiles, block_k=min(tiles.block_k, 128))
 
 
 def _narrow(table: _Table) -> Iterator[tuple[str, int, Tiles]]:
-    """Without the wide kernel, which converts no weights and knows no scales of squares."""
-    return ((kind, most, tiles) for kind, most, tiles in table if tiles is not None and not tiles.wide)
+    """Without the wide kernel, which converts no weights and knows no scales of squares, and tiles of 8 rows, measured in bf16 alone."""
+    return ((kind, most, tiles) for kind, most, tiles in table if tiles is not None and not tiles.wide and tiles.block_m != 8)
 
 
 def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> list[tuple[int, Tiles | None]]:
@@ -190,12 +184,9 @@ def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> 
     if fp8.weights:
         large = table is _LARGE and fp8.rows
         table = _LARGE_FP8 if large else tuple((kind, most, _for_fp8(tiles)) for kind, most, tiles in _narrow(table))
-        if fp8.squares or (fp8.rows and not large):  # several rows are quantised, where nothing else was measured
-            table = tuple((kind, most, tiles) for kind, most, tiles in table if tiles is None or tiles.block_m == 1 or not tiles.vector)
     if fp8.squares:
         table = tuple((kind, most, _within_squares(tiles)) for kind, most, tiles in _narrow(table))
-    if not fp8.weights and small and k > _LONG_K and not activation and not splittable:
+    kinds = ("gated",) if activation else ("split", "plain") if splittable else ("plain",)
+    if not fp8.weights and small and k > _LONG_K and kinds[0] == "plain":
         table = tuple(entry for entry in table if entry[1] <= _LONG_K_ROWS)
-    whole = [(most, tiles) for kind, most, tiles in table if kind == ("gated" if activation else "plain")]
-    split = [(most, tiles) for kind, most, tiles in table if kind == "split" and splittable and not activation]
-    return [entry for entry in whole if entry[0] == 1] + split if split else whole
+    return next(found for kind in kinds if (found := [(most, tiles) for name, most, tiles in table if name == kind]))

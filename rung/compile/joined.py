@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import MISSING, fields
 from itertools import pairwise
 from typing import Any
 
+from rung.attention import AttentionCall
 from rung.compile.plan import CompilePlan, OpCall, Step
 
 ATTENTION = "rung::attention"
 ROTATE = "rung::rotate_and_write"
-_ARGUMENTS = ("query", "key", "value", "out", "layer", "written", "fresh", "out_scale")
+_ARGUMENTS = tuple(field.name for field in fields(AttentionCall))
+_DEFAULTS = {field.name: {"constant": field.default} for field in fields(AttentionCall) if field.default is not MISSING}
 
 
 def private_values(plan: CompilePlan) -> frozenset[int]:
@@ -46,8 +49,7 @@ def joined_pairs(step: Step, private: Collection[int]) -> frozenset[int]:
 
 def attention_arguments(call: OpCall) -> dict[str, Any]:
     """By name, those with defaults too."""
-    defaults = {"written": {"constant": None}, "fresh": {"constant": False}, "out_scale": {"constant": None}}
-    return {**defaults, **dict(zip(_ARGUMENTS, call.args, strict=False)), **call.kwargs}
+    return {**_DEFAULTS, **dict(zip(_ARGUMENTS, call.args, strict=False)), **call.kwargs}
 
 
 def numbers_in(value: Any) -> list[int]:

@@ -103,12 +103,11 @@ def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfi
 
 def _decode_graphs(runner: ModelRunner, descriptors: Sequence[Descriptor]) -> list[Descriptor]:
     """Those that together take every kernel of decode graphs."""
+    specs = dict.fromkeys(layer.spec for layer in runner.layers.values())
+    size = {"block_size": runner.config.block_size, "processors": multiprocessors(runner.device), "element_size": runner.dtype.itemsize}
     found: dict[object, Descriptor] = {}
     for descriptor in descriptors:
         rows, longest = descriptor.num_tokens, runner.config.max_model_len
         bounds = BatchBounds(num_tokens=rows, num_requests=rows, max_query_len=1, max_seq_len=longest)
-        size = {"block_size": runner.config.block_size, "processors": multiprocessors(runner.device), "element_size": runner.dtype.itemsize}
-        found.setdefault(
-            tuple(kernel_of(spec, bounds, **size) for spec in {layer.spec: None for layer in runner.layers.values()}), descriptor
-        )
+        found.setdefault(tuple(kernel_of(spec, bounds, **size) for spec in specs), descriptor)
     return list(found.values())

@@ -9,9 +9,8 @@ from rung.attention.base import AttentionSpec, BatchBounds
 
 MAX_SPLITS = 64
 _TRIED_SMALL = 4096  # the longest requests for which programs of one warp were tried; beyond, bytes bound and the larger ones were measured
-KEYS_A_SPLIT = (
-    128  # a smaller share is not worth its part of the reduce; other lengths at which a plan for decodes changes are multiples of it
-)
+# A smaller share is not worth its part of the reduction. Every other length at which a plan for decodes changes is a multiple of it.
+KEYS_A_SPLIT = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ def examine() -> dict[str, Any]:
     import torch
 
     from rung import config, torch_compat
-    from rung.launch import launch_road
+    from rung.launch import launch_road, why_no_nvrtc
 
     store = config.cache_dir()
     return {
@@ -49,6 +49,7 @@ def examine() -> dict[str, Any]:
         "graph_backends": _graph_backends(),
         "graph_nodes": _graph_nodes(),
         "kernel_launches": launch_road(),
+        "cuda_cpp": why_no_nvrtc() or "compiled by NVRTC",
     }
 
 
@@ -135,5 +136,5 @@ def _show(found: dict[str, Any]) -> None:
     rows += [(f"attention {name}", reason) for name, reason in found["attention_backends"].items()]
     rows += [(f"graphs {name}", reason) for name, reason in found["graph_backends"].items()]
     rows += [("graph nodes", found["graph_nodes"])]
-    rows += [("kernel launches", found["kernel_launches"])]
+    rows += [("kernel launches", found["kernel_launches"]), ("kernels in CUDA C++", found["cuda_cpp"])]
     console().print(table("", ("what", "found"), rows))

@@ -39,3 +39,12 @@ def test_says_how_kernels_are_launched(rung: Callable[..., Result], monkeypatch:
     monkeypatch.setattr("rung.launch.launch_road", lambda: "triton: for a reason")
     assert json.loads(rung("doctor", "--json").stdout)["kernel_launches"] == "triton: for a reason"
     assert "triton: for a reason" in rung("doctor").stdout
+
+
+@pytest.mark.parametrize(("reason", "said"), [(None, "compiled by NVRTC"), ("it is not here: a test", "it is not here: a test")])
+def test_says_whether_kernels_in_cuda_cpp_can_be_compiled(
+    rung: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, reason: str | None, said: str
+) -> None:
+    monkeypatch.setattr("rung.launch.why_no_nvrtc", lambda: reason)
+    assert json.loads(rung("doctor", "--json").stdout)["cuda_cpp"] == said
+    assert said in rung("doctor").stdout

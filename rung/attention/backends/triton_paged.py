@@ -1,4 +1,5 @@
-"""Our own paged attention in Triton: prefill, decode and mixed batches in one launch (and a reduce when the keys are split)."""
+"""Our own paged attention: prefill, decode and mixed batches in one launch of Triton (and a reduce when keys are split); decodes
+that the kernel in CUDA C++ takes go through that."""
 
 from __future__ import annotations
 
@@ -80,8 +81,9 @@ def zero_padded_rows_triton(out: torch.Tensor, query_start_loc: torch.Tensor) ->
 class TritonPaged(AttentionBackend):
     """Triton paged attention. All lengths are read on the device, so it captures mixed batches; sums are float32.
 
-    The partial results of split keys are allocated for the call: in a capture they come from the graph's pool. `launch` overrides
-    the planned launch, for tuning. Batch invariant: one launch for prompts and decodes, no split keys, and always over the cache."""
+    The partial results of split keys are the allocator's for the call, in a capture from the graph's pool; of launches that are written
+    down they lie in the memory of the record. `launch` overrides the planned launch of Triton, for tuning, and keeps decodes with it.
+    Batch invariant: one launch of Triton for prompts and decodes, no split keys, and always over the cache."""
 
     name: ClassVar[str] = "triton_paged"
     capture_support: ClassVar[CaptureSupport] = CaptureSupport.ALWAYS

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rung.attention.backends.decode_instructions import MAX_GROUP, TILE
 from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionMetadata, AttentionSpec, KVCache
 from rung.attention.rotation import Rotation
@@ -17,8 +18,6 @@ from rung.launch.tensor_map import ALIGNMENT
 DECODE = TritonLauncher("rung.attention.backends.decode_kernel", "decode_attention_kernel")
 _HEAD_SIZES = (64, 128)
 _DTYPES = (torch.bfloat16, torch.float16)
-MAX_GROUP = 8
-TILE = 16  # keys
 _SHORT = 4096  # keys that a warp or two go through alone
 _ONE_BLOCK = 512  # keys for which several blocks a head do not pay
 DECODE_LENGTHS = (_ONE_BLOCK, _SHORT, _SHORT + 1)  # bounds of lengths that together take every kernel

@@ -1,4 +1,4 @@
-"""FlashAttention-3 for prompts, our Triton kernel for decodes. Both read the same cache."""
+"""FlashAttention-3 for prompts, our own kernels for decodes. Both read the same cache."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rung.attention.backends.flash_attn import FlashAttention3
 from rung.attention.backends.triton_paged import TritonPaged
 from rung.attention.base import AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
 
-_LARGEST_HEAD = 128  # up to here Triton decoded as fast or faster at every size measured, docs/performance.md
+_LARGEST_HEAD = 128  # up to here ours decode as fast or faster at every size measured, docs/performance.md
 
 
 class FlashTriton(TritonPaged):
-    """Batches in which every request has one token go through Triton: one kernel, or two when the keys are split, and none for padding."""
+    """Batches in which every request has one token go through `TritonPaged`: one kernel, two where it splits the keys, none for padding."""
 
     name: ClassVar[str] = "flash_triton"
     capture_support: ClassVar[CaptureSupport] = CaptureSupport.ALWAYS

@@ -74,5 +74,17 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_links_to_sections_lead_to_one() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target, section in re.findall(r"\]\(((?!\w+:)[^)#]*)#([^)]+)\)", page.read_text()):
+            headings = re.findall(r"^#+ (.*)$", ((page.parent / target) if target else page).read_text(), re.MULTILINE)
+            assert section in map(section_of, headings), f"{page.name} links to {target}#{section}"
+
+
+def section_of(heading: str) -> str:
+    """As GitHub names it in links."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def test_engine_example_is_short() -> None:
     assert len((ROOT / "examples" / "engine.py").read_text().splitlines()) < 100

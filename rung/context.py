@@ -45,10 +45,6 @@ def find_forward_context() -> ForwardContext | None:
     return _current.get()
 
 
-def has_forward_context() -> bool:
-    return _current.get() is not None
-
-
 @contextmanager
 def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
     """Make `context` the current one inside the block."""

@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402  (the environment comes first)
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from rung.context import get_forward_context, has_forward_context  # noqa: E402
+from rung.context import find_forward_context  # noqa: E402
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -66,4 +66,4 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True)
 def _no_forward_context_left() -> Iterator[None]:
     yield
-    assert not has_forward_context(), f"the test left a forward context set: {get_forward_context()}"
+    assert (left := find_forward_context()) is None, f"the test left a forward context set: {left}"

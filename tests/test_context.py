@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rung.context import ForwardContext, get_forward_context, has_forward_context, set_forward_context
+from rung.context import ForwardContext, find_forward_context, get_forward_context, set_forward_context
 from rung.errors import ContextError
 
 
@@ -20,7 +20,7 @@ def test_the_block_yields_and_sets_the_context() -> None:
     with set_forward_context(context) as yielded:
         assert yielded is context
         assert get_forward_context() is context
-    assert not has_forward_context()
+    assert find_forward_context() is None
 
 
 def test_nested_blocks_restore_the_outer_context() -> None:
@@ -34,16 +34,16 @@ def test_nested_blocks_restore_the_outer_context() -> None:
 def test_an_error_inside_the_block_unsets_the_context() -> None:
     with pytest.raises(ZeroDivisionError), set_forward_context(ForwardContext()):
         1 / 0  # noqa: B018  (raises on purpose)
-    assert not has_forward_context()
+    assert find_forward_context() is None
 
 
 def test_another_thread_does_not_see_the_context() -> None:
-    seen: list[bool] = []
+    seen: list[ForwardContext | None] = []
     with set_forward_context(ForwardContext()):
-        thread = threading.Thread(target=lambda: seen.append(has_forward_context()))
+        thread = threading.Thread(target=lambda: seen.append(find_forward_context()))
         thread.start()
         thread.join()
-    assert seen == [False]
+    assert seen == [None]
 
 
 def test_a_context_cannot_be_changed_after_it_was_set() -> None:

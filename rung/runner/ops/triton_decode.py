@@ -11,6 +11,7 @@ from rung.attention import PAD_SLOT
 from rung.launch import TritonLauncher
 from rung.passes.kernels.support import is_programmatic
 from rung.runner.ops.decode_base import MAX_STOP_IDS, DecodeOps, DecodeState, RowSampling
+from rung.runner.ops.triton_sample import power_of_two
 
 if TYPE_CHECKING:
     from rung.runner.block_table import BlockTable
@@ -85,7 +86,7 @@ class TritonDecodeOps(DecodeOps):
             scores, idx_mapping, seq_lens, sampling.temperature, sampling.seed, values, tokens, vocab, scores.stride(0), num_chunks,
             STEPS=tiles.steps, BLOCK=tiles.block, num_warps=tiles.num_warps, **launch,
         )  # fmt: skip
-        PICK_ROW.run((rows, 1, 1), values, tokens, out, num_chunks, CHUNKS=_power_of_two(num_chunks), num_warps=1, **launch)
+        PICK_ROW.run((rows, 1, 1), values, tokens, out, num_chunks, CHUNKS=power_of_two(num_chunks), num_warps=1, **launch)
         return out
 
     def sample(self, logits: torch.Tensor, slots: RequestSlots, buffers: InputBuffers, sampling: RowSampling, state: DecodeState) -> None:
@@ -104,7 +105,7 @@ class TritonDecodeOps(DecodeOps):
             state.enabled, state.step, state.history,
             slots.num_computed_tokens_storage, slots.total_len_storage, slots.last_sampled_storage, slots.all_token_ids_storage,
             num_chunks, state.history.shape[0], state.history.stride(0), slots.max_model_len, slots.all_token_ids_storage.stride(0),
-            CHUNKS=_power_of_two(num_chunks), STOPS=MAX_STOP_IDS, num_warps=1, **launch,
+            CHUNKS=power_of_two(num_chunks), STOPS=MAX_STOP_IDS, num_warps=1, **launch,
         )  # fmt: skip
 
     def _launch(self, scores: torch.Tensor) -> dict[str, bool]:
@@ -117,7 +118,3 @@ def _best_of_chunks(scores: torch.Tensor, tiles: ChunkTiles) -> tuple[torch.Tens
     assert scores.stride(1) == 1
     shape = scores.shape[0], -(-scores.shape[1] // tiles.tokens)
     return scores.new_empty(shape, dtype=torch.float32), scores.new_empty(shape, dtype=torch.int32)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

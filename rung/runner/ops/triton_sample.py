@@ -72,12 +72,13 @@ class TritonSampleOps(SampleOps):
         LOGPROB_ROW.run(
             (rows, 1, 1),
             logits, token_ids, bests, sums, ranks_of, tops, logprobs, ranks, top_ids, top_logprobs, vocab, logits.stride(0), chunks,
-            CHUNKS=_power_of_two(chunks), TOP=num_top, CANDIDATES=_power_of_two(max(chunks * num_top, 1)), num_warps=4,
+            CHUNKS=power_of_two(chunks), TOP=num_top, CANDIDATES=power_of_two(max(chunks * num_top, 1)), num_warps=4,
         )  # fmt: skip
         if wanted < num_top:
             top_ids, top_logprobs = top_ids[:, :wanted], top_logprobs[:, :wanted]
         return LogprobTensors(token_ids=token_ids, logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs)
 
 
-def _power_of_two(count: int) -> int:
+def power_of_two(count: int) -> int:
+    """`count` rounded up."""
     return 1 << (count - 1).bit_length()

@@ -13,7 +13,7 @@ from rung.launch.kernel import LoadedKernel, PreboundKernel, torch_scratch
 from rung.launch.piece_runtime import PieceRuntime, run_source
 from rung.launch.program import Program, ProgramConfig, ProgramKernel
 from rung.launch.record import LaunchRecord, RepeatedLaunches, Workspace, record_launches, workspace
-from rung.launch.rehearsal import Built, Rehearsal, capability_of, current_rehearsal, multiprocessors, rehearse_launches
+from rung.launch.rehearsal import Built, Rehearsal, capability_of, current_rehearsal, launches_early, multiprocessors, rehearse_launches
 from rung.launch.triton_export import export_triton
 from rung.launch.triton_launcher import TritonLauncher, launch_road, watched_launches
 
@@ -44,6 +44,7 @@ __all__ = [
     "current_rehearsal",
     "export_triton",
     "launch_road",
+    "launches_early",
     "multiprocessors",
     "record_launches",
     "rehearse_launches",

@@ -198,5 +198,11 @@ def multiprocessors(device: Any) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
+@functools.cache
+def launches_early(device: Any) -> bool:
+    """Whether a `torch.device` can launch a kernel while the one in front runs (programmatic dependent launch: Hopper and later)."""
+    return device.type == "cuda" and capability_of(device) >= 90
+
+
 def _address(tensor: Any) -> int:
     return int(tensor.storage_offset()) * int(tensor.element_size())

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +16,9 @@ import torch
 from rung import torch_compat
 from rung.cache import Store
 from rung.errors import CacheMissError, KernelExportError
-from rung.launch import Built, Rehearsal, TritonLauncher, rehearse_launches
+from rung.launch import Built, Rehearsal, TritonLauncher, launches_early, rehearse_launches
 from rung.launch.triton_images import TritonImages
+from rung.passes.kernels.support import is_programmatic
 from rung.torch_compat import TritonParameter, triton_interpreted
 
 PARAMETERS = (
@@ -180,3 +182,13 @@ def test_a_launcher_on_its_road_is_noted_too(launcher: TritonLauncher, driving: 
     assert (rehearsal.launches, driving) == (2, ["real", "real"])
     launcher.run((1, 1, 1), x, 3, 32, BLOCK=64)
     assert (launcher.run, len(driving)) == (taken, 3)
+
+
+@pytest.mark.parametrize(("capability", "early"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_kernels_are_launched_early_where_the_device_can(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], early: bool) -> None:
+    """The instructions are an error of the assembler for older devices, which take the kernels of sampling and attention as well."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 40 + sum(capability))  # of no other test: the answer is kept
+    assert launches_early(device) == early
+    assert is_programmatic(SimpleNamespace(device=device)) == early
+    assert not launches_early(torch.device("cpu"))

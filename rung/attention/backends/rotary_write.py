@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import KVCache
 from rung.attention.rotation import Rotation
-from rung.launch import TritonLauncher
+from rung.launch import TritonLauncher, launches_early
 
 _KERNELS = "rung.attention.backends.rotary_kernels"  # named, not imported: it needs Triton, which a warm start does without
 ROTATE_AND_WRITE = TritonLauncher(_KERNELS, "rotate_and_write_kernel")
@@ -47,12 +45,6 @@ def rotate_and_write_triton(
         HALF_COLUMNS=columns, REST_COLUMNS=_power_of_two(max(1, head_size - 2 * half)), HEADS=heads, NORM=weights[0] is not None,
         SCALED=cache.is_fp8, EARLY=early, num_warps=2, launch_pdl=early,
     )  # fmt: skip
-
-
-@functools.cache
-def launches_early(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one in front runs (programmatic dependent launch: Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _power_of_two(size: int) -> int:

@@ -21,12 +21,12 @@ from rung.attention.backends.launch_plan import (
     query_blocks,
     rehearsal_batches,
 )
-from rung.attention.backends.rotary_write import launches_early, rotate_and_write_triton
+from rung.attention.backends.rotary_write import rotate_and_write_triton
 from rung.attention.backends.strides import cache_strides, rows
 from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
 from rung.attention.rotation import Rotation
 from rung.errors import ConfigError
-from rung.launch import TritonLauncher, multiprocessors, workspace
+from rung.launch import TritonLauncher, launches_early, multiprocessors, workspace
 from rung.torch_compat import triton_interpreted
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from rung.launch import launches_early
 from rung.launch.tensor_map import ALIGNMENT
 from rung.torch_compat import triton_interpreted
 
@@ -88,5 +89,5 @@ def is_aligned(matrix: torch.Tensor) -> bool:
 
 
 def is_programmatic(x: torch.Tensor) -> bool:
-    """Whether kernels over x are launched programmatically; Triton's interpreter knows no such launch."""
-    return x.device.type == "cuda"
+    """Whether kernels over x are launched programmatically; Triton's interpreter and older devices know no such launch."""
+    return launches_early(x.device)

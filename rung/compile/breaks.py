@@ -64,20 +64,21 @@ def attention_of(step: Step) -> Callable[[Sequence[Any]], AttentionCall] | None:
 
 def parts(step: Step, joined: Collection[int] = ()) -> tuple[Step, ...]:
     """A break cut between ops of different `Capture`, in order; together the parts do what the break does. Calls at `joined` stay with the
-    next one."""
+    next one. A part is named by the place of its first call, which with the number of its calls says which part it is."""
     keys = [_part_of(call) for call in step.calls]
     for index in joined:
         keys[index] = keys[index + 1]
-    groups = [(key, tuple(step.calls[at] for at in places)) for key, places in groupby(range(len(keys)), key=keys.__getitem__)]
+    groups = [tuple(places) for _, places in groupby(range(len(keys)), key=keys.__getitem__)]
     if len(groups) < 2:
         return (step,)
     cut: list[Step] = []
     wanted = set(step.outputs)
-    for index, (_, calls) in reversed(list(enumerate(groups))):
+    for places in reversed(groups):
+        calls = tuple(step.calls[at] for at in places)
         made = {number for call in calls for number in call.outputs if number >= 0}
         read = dict.fromkeys(number for call in calls for value in (*call.args, *call.kwargs.values()) for number in numbers_in(value))
         inputs = tuple(number for number in read if number not in made)
-        cut.append(Step(f"{step.name}.{index}", inputs, tuple(sorted(made & wanted)), calls=calls))
+        cut.append(Step(f"{step.name}.{places[0]}", inputs, tuple(sorted(made & wanted)), calls=calls))
         wanted |= set(inputs)
     return tuple(reversed(cut))
 

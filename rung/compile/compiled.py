@@ -110,14 +110,14 @@ class CompiledFunction:
         """See `BoundPlan.run_steps`."""
         if self._by_size is not None and (variant := self._by_size.find(inputs)) is not None:
             return variant.run_steps(inputs, runner, joined=joined)
+        walk, steps, last = (self._joined_walk, self._joined_steps, self._joined_last) if joined else (self._walk, self.steps, self._last)
         if self._unchecked:
-            runner = checking(runner, self._fakes(), self._sizes(inputs))
+            runner = checking(runner, self._fakes(walk), self._sizes(inputs))
         values: dict[int, Any] = dict(self.weights) | dict(zip(self.arguments, inputs, strict=True))
         by_path = {(path.local, path.accesses): n for n, path in enumerate(self.plan.inputs) if path.dim is None}
         for number, path in enumerate(self.plan.inputs):
             if path.dim is not None:
                 values[number] = values[by_path[(path.local, path.accesses)]].shape[path.dim]
-        walk, steps, last = (self._joined_walk, self._joined_steps, self._joined_last) if joined else (self._walk, self.steps, self._last)
         for index, (step, bound) in enumerate(zip(walk, steps, strict=True)):
             results = runner(bound, [values[number] for number in step.inputs])
             values.update(zip(step.outputs, results, strict=True))
@@ -126,10 +126,10 @@ class CompiledFunction:
         self._unchecked = False
         return [values[output["value"]] if "value" in output else output["constant"] for output in self.plan.outputs]
 
-    def _fakes(self) -> dict[str, dict[int, FakeOutput]]:
-        """By name of a step, position in its outputs -> what a fake kernel said of it."""
+    def _fakes(self, walk: Sequence[Step]) -> dict[str, dict[int, FakeOutput]]:
+        """By name of a step of `walk`, position in its outputs -> what a fake kernel said of it."""
         fakes = self.plan.fakes
-        return {step.name: {i: fakes[n] for i, n in enumerate(step.outputs) if n in fakes} for step in self._walk}
+        return {step.name: {i: fakes[n] for i, n in enumerate(step.outputs) if n in fakes} for step in walk}
 
     def _sizes(self, inputs: Sequence[Any]) -> dict[str, int]:
         """Sizes of the named dimensions in this call."""

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from rung.attention import Rotation
-from rung.compile.bound import Capture
+import rung
+from rung.attention import Attention, AttentionMetadata, AttentionSpec, KVCache, Rotation
+from rung.attention.backends.torch_reference import TorchReference
+from rung.compile.bound import BoundStep, Capture
 from rung.compile.breaks import break_call, break_capture, parts
 from rung.compile.joined import joined_pairs
 from rung.compile.plan import OpCall, Step
@@ -107,3 +111,56 @@ def test_arguments_by_name_arrive() -> None:
         break_call(step, private=ALL)([torch.tensor(float(n)) for n in range(7)])
     rotation = given[3]
     assert (rotation.query_weight.item(), rotation.key_weight.item(), rotation.epsilon, given[7].item()) == (1, 2, 0.5, 5)
+
+
+class Beside(nn.Module):
+    """Two layers whose calls are one break: nothing is computed between them. The second one does not rotate, or what it rotates is read
+    again."""
+
+    def __init__(self, second: str) -> None:
+        super().__init__()
+        spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_size=16, scale=0.25)
+        self.a, self.b, self.second = Attention("a", spec), Attention("b", spec), second
+
+    def forward(self, qkv: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        query, key, value = qkv.cos().split([2, 1, 1], 1)
+        cos, sin = angles.cos(), angles.sin()
+        rotated, rotated_b, out, out_b = (query.new_empty(query.shape) for _ in range(4))
+        written = torch.ops.rung.rotate_and_write(query, key, value, rotated, cos, sin, "a")
+        torch.ops.rung.attention(rotated, key, value, out, "a", written)
+        if self.second == "write":
+            written = torch.ops.rung.kv_cache_write(key, value, "b")
+            torch.ops.rung.attention(query, key, value, out_b, "b", written)
+            return out + out_b
+        written = torch.ops.rung.rotate_and_write(query, key, value, rotated_b, cos, sin, "b")
+        torch.ops.rung.attention(rotated_b, key, value, out_b, "b", written)
+        return out + out_b + rotated_b
+
+
+@pytest.mark.parametrize("second", ["write", "rotate"])
+def test_layers_side_by_side_of_which_one_is_joined(second: str) -> None:
+    """Parts of both walks are told apart, though the second part of the one is the third of the other."""
+    module, rows = Beside(second), 3
+    for layer in (module.a, module.b):
+        layer.bind(TorchReference(layer.spec), KVCache(torch.zeros(6, 16, 1, 16), torch.zeros(6, 16, 1, 16)))
+    ints = torch.arange(rows + 1, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        query_start_loc=ints, seq_lens=torch.ones(rows, dtype=torch.int32), block_table=1 + ints[:rows, None],
+        slot_mapping=16 * (1 + ints[:rows].long()), num_requests=rows, num_actual_tokens=rows, max_query_len=1, max_seq_len=1,
+    )  # fmt: skip
+    context = ForwardContext(attention_layers={"a": module.a, "b": module.b}, attention_metadata={"a": metadata, "b": metadata})
+    inputs = torch.randn(rows, 4, 16), torch.randn(rows, 1, 8)
+    with torch.no_grad(), set_forward_context(context):
+        wanted = module(*inputs)
+        torch.testing.assert_close(rung.wrap(module)(*inputs), wanted)
+        variant, given = module.forward.prepare_call(*inputs)
+        for joined in (False, True):
+            ran: list[int] = []
+
+            def run(step: BoundStep, arguments: list[Any], ran: list[int] = ran) -> Sequence[Any]:
+                ran.append(step.kind == "break")
+                return step.call(arguments)
+
+            (found,) = variant.compiled.run_steps(given, run, joined=joined)
+            torch.testing.assert_close(found, wanted)
+            assert sum(ran) == 4 - joined

@@ -15,6 +15,7 @@ The break contract of rung, in terms of attention:
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -127,6 +128,17 @@ class KVCache:
         return self.key.shape[1]
 
 
+@functools.cache
+def answers_for(backend: type, method: str, forwards: tuple[str, ...]) -> bool:
+    """Whether a class's `method` was written with its `forwards`, or after them: one that is inherited says nothing of a newer forward."""
+    lineage = backend.__mro__
+
+    def depth(name: str) -> int:
+        return next((index for index, one in enumerate(lineage) if name in vars(one)), len(lineage))
+
+    return all(depth(method) <= depth(name) for name in forwards)
+
+
 class AttentionBackend(ABC):
     """Paged attention over a flat batch. Stateless: one instance serves all layers of one spec."""
 
@@ -211,7 +223,7 @@ class AttentionBackend(ABC):
     ) -> bool:
         """`rotate_and_write` and `forward`, or with `out_scale` `forward_quantised`, in one kernel, without the rotated queries in memory.
         False: nothing was done, because the backend has no such kernel for this batch. Ours is for `settled` metadata, which decode graphs
-        have."""
+        have. A subclass that overrides one of those three answers anew, or it is not asked."""
         return False
 
     def forward_given_keys(

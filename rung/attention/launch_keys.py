@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rung.attention.base import AttentionBackend, AttentionMetadata, KVCache
+from rung.attention.base import AttentionBackend, AttentionMetadata, KVCache, answers_for
 from rung.attention.layer import Attention
 from rung.context import ForwardContext
 
@@ -62,7 +62,9 @@ class LaunchKeys:
             metadata: AttentionMetadata | None = context.attention_metadata.get(call.layer)
             if layer is None or metadata is None or layer.kv_cache is None or layer.backend is None:
                 return None
-            bound.append(_Bound(call.layer, layer, layer.kv_cache, layer.backend, _answers_for_itself(type(layer.backend))))
+            bound.append(
+                _Bound(call.layer, layer, layer.kv_cache, layer.backend, answers_for(type(layer.backend), "launch_key", _FORWARDS))
+            )
             kept = layer.kv_cache.key
             alike = (id(layer.backend), id(metadata), call.query.shape, call.query.dtype, call.key.shape, call.key.dtype)
             groups.setdefault((*alike, kept.shape[1:], kept.dtype, call.fresh, call.out_scale is None), []).append(index)
@@ -99,13 +101,3 @@ class LaunchKeys:
             key, metadata.num_requests, metadata.may_pad, metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(),
             table.data_ptr(), table.stride(), metadata.slot_mapping.data_ptr(),
         )  # fmt: skip
-
-
-def _answers_for_itself(backend: type[AttentionBackend]) -> bool:
-    """Whether `launch_key` was written with the class's forwards, or after them: one that is inherited says nothing of a newer forward."""
-    lineage = backend.__mro__
-
-    def depth(name: str) -> int:
-        return next(index for index, one in enumerate(lineage) if name in vars(one))
-
-    return all(depth("launch_key") <= depth(name) for name in _FORWARDS)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
+from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache, answers_for
 from rung.attention.rotation import Rotation
 from rung.context import get_forward_context
 from rung.errors import ContextError
@@ -29,6 +29,7 @@ _library.define(
     "Tensor? out_scale=None) -> ()"
 )
 
+_JOINED = ("rotate_and_write", "forward", "forward_quantised")  # what `AttentionBackend.rotate_and_attend` stands for
 SPLIT_OPS = frozenset({"rung::rotate_and_write", "rung::kv_cache_write", "rung::attention"})
 
 
@@ -126,7 +127,8 @@ def rotate_and_attend(
     module, cache, metadata = _lookup(layer)
     assert module.backend is not None
     rotation = Rotation(cos=cos, sin=sin, query_weight=query_weight, key_weight=key_weight, epsilon=epsilon, offset=offset)
-    if module.backend.rotate_and_attend(query, key, value, rotation, cache, out, metadata, out_scale):
+    asked = answers_for(type(module.backend), "rotate_and_attend", _JOINED)
+    if asked and module.backend.rotate_and_attend(query, key, value, rotation, cache, out, metadata, out_scale):
         return
     module.backend.rotate_and_write(query, key, value, rotation, rotated, cache, metadata.slot_mapping)
     attention(rotated, *given, out, layer, None, fresh, out_scale)

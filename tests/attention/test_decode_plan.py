@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rung.attention import AttentionMetadata, AttentionSpec, KVCache, Rotation
+from rung.attention import AttentionMetadata, AttentionSpec, KVCache, Rotation, layer
 from rung.attention.backends import decode_attention, triton_paged
 from rung.attention.backends.decode_attention import (
     DECODE_LENGTHS,
@@ -21,8 +21,10 @@ from rung.attention.backends.decode_attention import (
     why_not_rotated,
 )
 from rung.attention.backends.decode_kernel import decode_attention_kernel
+from rung.attention.backends.flash_triton import FlashTriton
 from rung.attention.backends.launch_plan import KEYS_A_SPLIT
 from rung.attention.backends.triton_paged import TritonPaged
+from rung.attention.base import answers_for
 from rung.launch import rehearse_launches, why_no_nvrtc
 from rung.launch.cuda_source import _compile
 from tests.attention.cases import make_spec
@@ -174,6 +176,10 @@ def test_a_rotation_is_joined_for_settled_decodes(
     for _, specialisation, options in rehearsal.wanted.values():
         assert (specialisation.constants["ROTATED"], specialisation.constants["GROUP"]) == (64, 4)
         assert options["launch_pdl"]
+
+
+def test_backends_of_ours_are_asked_for_both() -> None:
+    assert all(answers_for(backend, "rotate_and_attend", layer._JOINED) for backend in (TritonPaged, FlashTriton))
 
 
 @pytest.mark.skipif(why_no_nvrtc() is not None, reason="needs NVRTC")

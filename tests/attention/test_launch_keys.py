@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from rung.attention import Attention, AttentionBackend, AttentionCall, AttentionMetadata, AttentionSpec, HostMetadata, KVCache, LaunchKeys
-from rung.attention.backends import triton_paged
+from rung.attention.backends import decode_attention, triton_paged
 from rung.attention.backends.flash_triton import FlashTriton
+from rung.attention.backends.launch_plan import Launch
 from rung.attention.backends.torch_reference import TorchReference
 from rung.attention.backends.triton_paged import TritonPaged
 from rung.context import ForwardContext
@@ -33,7 +34,7 @@ class Launches:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[Any] = []
-        for launcher in (one for one in vars(triton_paged).values() if isinstance(one, TritonLauncher)):
+        for launcher in (one for one in (*vars(triton_paged).values(), decode_attention.DECODE) if isinstance(one, TritonLauncher)):
             patch.setattr(launcher, "run", self._run(launcher.name))
         patch.setattr(triton_paged, "multiprocessors", lambda device: 132)
         patch.setattr(triton_paged, "workspace", lambda shape, dtype, device: torch.Size(shape))
@@ -95,15 +96,20 @@ def context_of(layer: Attention, metadata: AttentionMetadata) -> ForwardContext:
     return ForwardContext(attention_metadata={"layer": metadata}, attention_layers={"layer": layer})
 
 
-@pytest.mark.parametrize("invariant", [False, True])
+FIXED = Launch(block_q=4, block_m=16, block_n=32, splits=1, num_warps=4, num_stages=3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "invariant", "fixed", "cuda"])
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 7, 16])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_equal_keys_are_equal_launches(
-    spec: AttentionSpec, num_tokens: int, fresh: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch
+    spec: AttentionSpec, num_tokens: int, fresh: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also of a launch that is given for all batches, and of decodes in CUDA C++."""
+    monkeypatch.setattr(decode_attention, "why_not_decode_layer", lambda *layer: None if kind == "cuda" else "another device")
     launches, rng, batches = Launches(monkeypatch), random.Random(num_tokens), Batches(num_tokens)
-    backend = TritonPaged(spec, batch_invariant=invariant)
+    backend = TritonPaged(spec, FIXED if kind == "fixed" else None, batch_invariant=kind == "invariant")
     call, layer = one_layer(backend, spec, num_tokens, fresh)
     assert layer.kv_cache is not None
     found: dict[Any, list[Any]] = defaultdict(list)

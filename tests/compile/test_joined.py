@@ -97,6 +97,27 @@ def test_a_backend_does_both_or_one_after_the_other(joins: bool, asked: list[str
     assert backend.asked == asked
 
 
+class Newer(Backend):
+    """Overrides one of the two, so that what it inherits says nothing of it."""
+
+    def forward(self, query: torch.Tensor, cache: object, out: torch.Tensor, metadata: object) -> None:
+        self.asked.append("attend anew")
+
+
+class Sure(Newer):
+    def rotate_and_attend(self, *arguments: Any) -> bool:
+        return super().rotate_and_attend(*arguments)
+
+
+@pytest.mark.parametrize(("backend", "asked"), [(Newer(True), ["rotate into 3", "attend anew"]), (Sure(True), ["both"])])
+def test_a_backend_that_overrides_attention_is_not_joined_by_what_it_inherits(backend: Backend, asked: list[str]) -> None:
+    layer = SimpleNamespace(backend=backend, kv_cache=object())
+    context = ForwardContext(attention_layers={"layer": layer}, attention_metadata={"layer": SimpleNamespace(slot_mapping=torch.zeros(1))})
+    with set_forward_context(context):
+        break_call(rotated_attention(), private=ALL)([torch.tensor(float(n)) for n in range(7)])
+    assert backend.asked == asked
+
+
 def test_arguments_by_name_arrive() -> None:
     step = rotated_attention()
     rotate, attend = step.calls

@@ -194,7 +194,7 @@ class TritonPaged(AttentionBackend):
         self, query: torch.Tensor, key: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, *, fresh: bool
     ) -> Hashable | None:
         if metadata.max_query_len == 1:
-            return -(-metadata.max_seq_len // KEYS_A_SPLIT), self.launch  # plans for decodes change at multiples of it alone
+            return "decodes", -(-metadata.max_seq_len // KEYS_A_SPLIT), self.launch  # plans for decodes change at multiples of it alone
         given = fresh and not self.batch_invariant and metadata.only_first_chunks
         keys, block_size = (key, 0) if given else (cache.key, cache.block_size)
         return given, self.launch or self._plan(query, keys, metadata, block_size)

@@ -8,6 +8,7 @@ batches together make all of them, and those are run as steps of nobody. On a de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ import torch
 
 from rung.attention import BatchBounds
 from rung.context import set_forward_context
-from rung.graphs import Dispatch, exact
+from rung.graphs import ConfiguredMode, Dispatch, Ladder, exact
 from rung.passes.kernels.tiles import row_cases
 from rung.runner.batch import Batch, dummy_batch, dummy_query_lens
 from rung.runner.config import RunnerConfig
 from rung.runner.model_runner import ModelRunner
+from rung.runner.step_trace import capture_ladder
 
 _FEW_ROWS = 512  # the logits of a whole prompt would take gigabytes, and from here on cuBLAS computes them
 
@@ -32,23 +34,35 @@ def rehearse(runner: ModelRunner, call: Callable[..., Any]) -> int:
         return 0
     batches = list(_batches(runner))
     with torch.no_grad():
-        for batch in batches:
-            hidden = _hidden(runner, call, batch)
+        for batch, rows in batches:
+            hidden = _hidden(runner, call, batch, rows)
         _operations(runner, hidden)
     return len(batches)
 
 
-def _batches(runner: ModelRunner) -> Iterator[Batch]:
+def _batches(runner: ModelRunner) -> Iterator[tuple[Batch, int]]:
+    """With the rows that each is padded to."""
     config = runner.config
     for rows in row_cases(min(config.max_num_tokens, config.max_num_requests * config.max_model_len)):
-        yield dummy_batch(dummy_query_lens(rows, config.max_num_requests, config.max_model_len))
-    limits = attention_limits(config)
+        yield dummy_batch(dummy_query_lens(rows, config.max_num_requests, config.max_model_len)), rows
+    limits, padded = attention_limits(config), padded_decodes(config)
     found: dict[BatchBounds, None] = {}
     for backend in {id(layer.backend): layer.backend for layer in runner.layers.values()}.values():
         if backend is not None:
-            found |= dict.fromkeys(backend.rehearsal(limits, config.block_size, runner.dtype, runner.device))
+            for within in (limits, replace(limits, num_tokens=padded, num_requests=padded, max_query_len=1)):
+                found |= dict.fromkeys(backend.rehearsal(within, config.block_size, runner.dtype, runner.device))
     for bounds in found:
-        yield dummy_batch(query_lens_of(bounds), decode=bounds.max_query_len == 1, max_seq_len=bounds.max_seq_len)
+        lens = query_lens_of(bounds)[: config.max_num_requests]
+        yield dummy_batch(lens, decode=bounds.max_query_len == 1, max_seq_len=bounds.max_seq_len), bounds.num_tokens
+
+
+def padded_decodes(config: RunnerConfig) -> int:
+    """Up to so many rows go through attention as decodes of one token: the batch of all requests padded to the size of a graph, or a mixed
+    graph that is captured with one token a request."""
+    most = config.max_num_requests
+    ladder = Ladder(()) if ConfiguredMode(config.graphs) is ConfiguredMode.NONE else capture_ladder(config)
+    sizes = [size for size in ladder if size <= config.max_num_tokens and (size < 2 * most or size == ladder.pad_to(most))]
+    return max([most, *sizes])
 
 
 def attention_limits(config: RunnerConfig) -> BatchBounds:
@@ -67,10 +81,9 @@ def query_lens_of(bounds: BatchBounds) -> npt.NDArray[np.int32]:
     return np.array([bounds.max_query_len, *([each + 1] * more), *([each] * (others - more))], np.int32)
 
 
-def _hidden(runner: ModelRunner, call: Callable[..., Any], batch: Batch) -> torch.Tensor:
+def _hidden(runner: ModelRunner, call: Callable[..., Any], batch: Batch, rows: int) -> torch.Tensor:
     """Hidden states [rows, hidden size] of a batch, whose logits are computed too."""
-    step = runner.prepare(batch, Dispatch(exact(batch.shape)))
-    rows = batch.num_tokens
+    step = runner.prepare(batch, Dispatch(replace(exact(batch.shape), num_tokens=rows)))
     with set_forward_context(step.context):
         hidden: torch.Tensor = call(runner.buffers.input_ids[:rows], runner.buffers.positions[:rows])
     runner.compute_logits(hidden[:_FEW_ROWS])

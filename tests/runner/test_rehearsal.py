@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,12 @@ from rung.runner.model_runner import ModelRunner
 from rung.runner.ops import TritonStepOps, triton_decode
 from rung.runner.ops.decode_base import RowSampling
 from rung.runner.ops.triton_decode import ChunkTiles, TritonDecodeOps
-from rung.runner.rehearsal import query_lens_of, rehearse
+from rung.runner.rehearsal import padded_decodes, query_lens_of, rehearse
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or torch_compat.triton_interpreted(), reason="needs Triton, not its interpreter"
 )
+PADDED = 48  # rows to which a batch of any number of requests but one is padded
 CONFIG = LlamaConfig(
     vocab_size=320,
     hidden_size=128,
@@ -56,7 +58,7 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     tiles = [(most, ChunkTiles(block=256, steps=most, num_warps=4)) for most in (1, 4, 64)]
     monkeypatch.setattr(triton_decode, "_TILES", tiles)  # so that few rows take several kernels
     model = empty_model(CONFIG, torch.bfloat16, "meta")
-    config = RunnerConfig(max_num_requests=6, max_num_tokens=80, max_model_len=1024)
+    config = RunnerConfig(max_num_requests=6, max_num_tokens=80, max_model_len=1024, graphs="piecewise", capture_sizes=(1, PADDED, 72))
     with torch.no_grad(), rehearse_launches(90) as rehearsal:
         runner = ModelRunner(
             model,
@@ -91,6 +93,26 @@ def test_no_step_asks_for_another_kernel(rehearsed: tuple[ModelRunner, Any, Rehe
             hidden = module(runner.buffers.input_ids[:tokens], runner.buffers.positions[:tokens])
         module.compute_logits(hidden)
     assert set(rehearsal.wanted) == known
+
+
+@pytest.mark.parametrize("longest", [1, 512, 513, 1024])
+def test_no_decodes_that_are_padded_ask_for_another_kernel(rehearsed: tuple[ModelRunner, Any, Rehearsal], longest: int) -> None:
+    runner, module, rehearsal = rehearsed
+    known = set(rehearsal.wanted)
+    for requests in range(2, 7):
+        batch = dummy_batch(np.ones(requests, np.int32), decode=True, max_seq_len=longest)
+        step = runner.prepare(batch, Dispatch(replace(exact(batch.shape), num_tokens=PADDED)))
+        with set_forward_context(step.context):
+            module(runner.buffers.input_ids[:PADDED], runner.buffers.positions[:PADDED])
+    assert set(rehearsal.wanted) == known
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [({}, 8), ({"graphs": "none"}, 6), ({"capture_sizes": (4,)}, 6), ({"capture_sizes": (4, 48, 64)}, 48), ({"max_num_tokens": 7}, 7)],
+)
+def test_rows_of_padded_decodes(change: dict[str, Any], rows: int) -> None:
+    assert padded_decodes(RunnerConfig(**{"max_num_requests": 6, "max_num_tokens": 80, "graphs": "piecewise", **change})) == rows
 
 
 def test_no_sampling_asks_for_another_kernel(rehearsed: tuple[ModelRunner, Any, Rehearsal]) -> None:

@@ -121,7 +121,7 @@ class TritonImages:
         that no Triton kernel is good for."""
         filled_with = any(_NVRTC.items() <= manifest.data.items() for _, manifest in self.store.manifests(_PARAMETERS))
         missing = why_no_nvrtc()
-        if isinstance(self.kernel(), CudaKernel):
+        if self._is_cuda():
             if not filled_with and any(self.store.manifests(_IMAGES)):
                 why = "; NVRTC: none where the store was filled (or no batch was large enough for the kernel) -> there is one"
                 return why, "build it with `rung precompile` where NVRTC is: pip install nvidia-cuda-nvrtc cuda-bindings"
@@ -131,6 +131,16 @@ class TritonImages:
                 "pip install nvidia-cuda-nvrtc cuda-bindings, or fill a store without",
             )
         return "", "build it with `rung precompile`"
+
+    def _is_cuda(self) -> bool:
+        """Whether NVRTC compiles the kernel. Nobody needs Triton to be told what is missing."""
+        found = self._read(lambda: self.store.get(_PARAMETERS, key_of(self._factors)))
+        if found is not None:
+            return _NVRTC.items() <= found.data.items()
+        try:
+            return isinstance(self.kernel(), CudaKernel)
+        except ImportError:
+            return False
 
     def _stored(self, key: str) -> KernelImage | None:
         manifest = self.store.get(_IMAGES, key)

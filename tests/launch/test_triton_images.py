@@ -23,13 +23,13 @@ class Cuda(TritonImages):
 
 
 class Toy(TritonImages):
-    """Of a Triton kernel, which nothing here imports."""
+    """Of a Triton kernel, on a machine without Triton."""
 
     def __init__(self, store: Store) -> None:
         super().__init__("tests.launch.toy_kernels", "scale_kernel", store)
 
     def kernel(self) -> object:
-        return object()
+        raise ModuleNotFoundError("No module named 'triton'")
 
 
 def filled(root: Path, *, nvrtc: bool) -> Store:

@@ -35,6 +35,7 @@ class SplitGraph:
     outputs: tuple[Any, ...]
     fakes: dict[int, FakeOutput]  # value number -> what a fake kernel said of this output of a split op
     written: tuple[int, ...]  # value numbers of the graph's inputs that are updated in place
+    aliased: tuple[int, ...]  # value numbers whose memory another value has too
 
     def forget(self) -> None:
         """Drop the graphs of the pieces: the fake tensors on their nodes keep the whole trace alive."""
@@ -64,7 +65,7 @@ def build_steps(traced: TracedGraph, split_ops: Collection[str]) -> SplitGraph:
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     builder.add_sizes(output)
     outputs = tuple(builder.argument(item) for item in output.args[0])
-    return SplitGraph(tuple(builder.unique.values()), tuple(builder.steps), outputs, builder.fakes, written)
+    return SplitGraph(tuple(builder.unique.values()), tuple(builder.steps), outputs, builder.fakes, written, builder.aliased())
 
 
 def is_split_op(node: fx.Node, split_ops: Collection[str]) -> bool:
@@ -111,6 +112,14 @@ class _Builder:
 
     def number(self, node: fx.Node) -> int:
         return self.numbers.setdefault(node, len(self.numbers))
+
+    def aliased(self) -> tuple[int, ...]:
+        """The numbers of values that have memory in common with another one."""
+        owners: dict[int, list[int]] = {}
+        for node, number in self.numbers.items():
+            for storage in storages(node):
+                owners.setdefault(storage, []).append(number)
+        return tuple(sorted({number for numbers in owners.values() if len(numbers) > 1 for number in numbers}))
 
     def add_piece(self, segment: Segment) -> None:
         if not segment.outputs and not any(mutates(node) for node in segment.nodes):

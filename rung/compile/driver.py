@@ -182,6 +182,7 @@ class Driver:
             template=traced.template,
             sources=(*traced.sources, *type_refs(traced.template)),
             written=graph.written,
+            aliased=graph.aliased,
             guards=traced.guards,
             rows=rows,
             fakes=graph.fakes,
@@ -238,7 +239,8 @@ class Driver:
         device = _device([value for value in values if isinstance(value, torch.Tensor)], None)
         graph = build_steps(traced, SPLIT_OPS | set(self.config.split_ops))
         stored = self._compile_pieces(graph, traced, device, report, dump)
-        plan = CompilePlan("", traced.inputs, (), {}, _pieces(graph, stored), graph.steps, graph.outputs, traced.template, ())
+        pieces = _pieces(graph, stored)
+        plan = CompilePlan("", traced.inputs, (), {}, pieces, graph.steps, graph.outputs, traced.template, (), aliased=graph.aliased)
         check_pieces(cases_of(graph, plan, stored, {}), report, self.counters, device)
         graph.forget()
         return self._load(plan, _blobs(stored), {}, report, device)

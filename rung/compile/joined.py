@@ -17,9 +17,10 @@ _DEFAULTS = {field.name: {"constant": field.default} for field in fields(Attenti
 
 
 def private_values(plan: CompilePlan) -> frozenset[int]:
-    """Values that one step alone reads, and no output of the plan."""
+    """Values that a step made, that one step alone reads, and no output of the plan: neither by their number nor through another value
+    with the same memory."""
     once: set[int] = set()
-    more = {output["value"] for output in plan.outputs if "value" in output} | set(plan.written)
+    more = {output["value"] for output in plan.outputs if "value" in output} | {*plan.aliased, *range(len(plan.inputs))}
     for step in plan.steps:
         more |= once & set(step.inputs)
         once |= set(step.inputs)

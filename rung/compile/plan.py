@@ -21,7 +21,7 @@ from rung.compile.sources import SourceRef
 from rung.compile.template import Template
 from rung.compile.whole.report import WholeReport
 
-FORMAT = 8
+FORMAT = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ class CompilePlan:
     template: Template
     sources: tuple[SourceRef, ...]
     written: tuple[int, ...] = ()  # value numbers of the graph's inputs that are updated in place
+    aliased: tuple[int, ...] = ()  # value numbers whose memory another value has too
     guards: GuardSet = NO_GUARDS  # what the trace has read besides its arguments
     rows: Mapping[str, Verdict | None] = field(default_factory=dict)  # dimension to be padded -> None when its rows are independent
     fakes: Mapping[int, FakeOutput] = field(default_factory=dict)  # value number -> what a fake kernel said of an output of a break
@@ -98,6 +99,7 @@ class CompilePlan:
             "template": self.template,
             "sources": [ref.to_json() for ref in self.sources],
             "written": list(self.written),
+            "aliased": list(self.aliased),
             "guards": self.guards.to_json(),
             "rows": {name: verdict and verdict.to_json() for name, verdict in self.rows.items()},
             "fakes": [[number, fake.to_json()] for number, fake in self.fakes.items()],
@@ -120,6 +122,7 @@ class CompilePlan:
             template=data["template"],
             sources=tuple(SourceRef(*item) for item in data["sources"]),
             written=tuple(data["written"]),
+            aliased=tuple(data["aliased"]),
             guards=GuardSet.from_json(data["guards"]),
             rows={name: verdict and Verdict.from_json(verdict) for name, verdict in data["rows"].items()},
             fakes={number: FakeOutput.from_json(item) for number, item in data["fakes"]},

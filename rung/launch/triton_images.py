@@ -136,7 +136,7 @@ class TritonImages:
         """Whether NVRTC compiles the kernel. Nobody needs Triton to be told what is missing."""
         found = self._read(lambda: self.store.get(_PARAMETERS, key_of(self._factors)))
         if found is not None:
-            return _NVRTC.items() <= found.data.items()
+            return bool(_NVRTC.items() <= found.data.items())
         try:
             return isinstance(self.kernel(), CudaKernel)
         except ImportError:

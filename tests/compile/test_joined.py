@@ -136,7 +136,7 @@ def test_arguments_by_name_arrive() -> None:
 
 class Beside(nn.Module):
     """Two layers whose calls are one break: nothing is computed between them. The second one does not rotate, or what it rotates is read
-    again."""
+    again, by its name or through a view that was there before."""
 
     def __init__(self, second: str) -> None:
         super().__init__()
@@ -147,6 +147,7 @@ class Beside(nn.Module):
         query, key, value = qkv.cos().split([2, 1, 1], 1)
         cos, sin = angles.cos(), angles.sin()
         rotated, rotated_b, out, out_b = (query.new_empty(query.shape) for _ in range(4))
+        view = rotated_b.flatten(1)
         written = torch.ops.rung.rotate_and_write(query, key, value, rotated, cos, sin, "a")
         torch.ops.rung.attention(rotated, key, value, out, "a", written)
         if self.second == "write":
@@ -155,10 +156,10 @@ class Beside(nn.Module):
             return out + out_b
         written = torch.ops.rung.rotate_and_write(query, key, value, rotated_b, cos, sin, "b")
         torch.ops.rung.attention(rotated_b, key, value, out_b, "b", written)
-        return out + out_b + rotated_b
+        return out + out_b + (rotated_b if self.second == "rotate" else view.view(out.shape))
 
 
-@pytest.mark.parametrize("second", ["write", "rotate"])
+@pytest.mark.parametrize("second", ["write", "rotate", "view"])
 def test_layers_side_by_side_of_which_one_is_joined(second: str) -> None:
     """Parts of both walks are told apart, though the second part of the one is the third of the other."""
     module, rows = Beside(second), 3

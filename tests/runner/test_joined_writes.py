@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rung.compile.compiled import CompiledFunction
+from rung.compile.joined import joined_pairs, private_values
 from rung.graphs import Descriptor, GraphMode
 from rung.graphs.program import GraphLaunch, PreboundBreak
 from rung.models import random_model
@@ -37,3 +39,12 @@ def test_piecewise_steps_write_the_cache_inside_the_graph_before_attention() -> 
     assert all(action.name.endswith(".1") for action in program.actions if isinstance(action, PreboundBreak))
     assert {full.manager.program(descriptor).launches for descriptor in full.manager.captured} == {1}
     assert {name for name in full.manager.counters if name.startswith("step.")} == {"step.full.best"}
+
+
+def test_each_layer_may_rotate_and_attend_in_one_kernel() -> None:
+    with torch.no_grad():
+        _, forward = tokens("full")
+    compiled = forward._plan
+    assert isinstance(compiled, CompiledFunction)
+    breaks = [step for step in compiled.plan.steps if step.piece is None]
+    assert [joined_pairs(step, private_values(compiled.plan)) for step in breaks] == [{0}] * 3

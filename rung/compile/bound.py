@@ -54,6 +54,11 @@ def profiled_step(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
         return step.call(arguments)
 
 
+def gpu_or_first(devices: Sequence[torch.device]) -> torch.device:
+    """The first GPU among the devices of a function's tensors, for which it is compiled; without one the first device."""
+    return next((device for device in devices if device.type == "cuda"), devices[0] if devices else torch.device("cpu"))
+
+
 class BoundPlan(Protocol):
     """What graphs need from compile. Parameters are bound inside; `inputs` are the user's tensors in the traced order."""
 

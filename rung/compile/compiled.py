@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rung import torch_compat
-from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner, call_step, profiled_step
+from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner, call_step, gpu_or_first, profiled_step
 from rung.compile.breaks import attention_of, break_call, break_capture, parts
 from rung.compile.fake_kernels import FakeOutput, checking
 from rung.compile.generated import Source
@@ -90,8 +90,9 @@ class CompiledFunction:
 
     @property
     def device(self) -> torch.device:
-        tensors = [weight for weight in self.weights.values() if isinstance(weight, torch.Tensor)]
-        return tensors[0].device if tensors else torch.device(self.plan.tensors[0][1].device)
+        """A GPU that a weight or an argument lies on; else where the first of them lies."""
+        devices = [weight.device for weight in self.weights.values() if isinstance(weight, torch.Tensor)]
+        return gpu_or_first([*devices, *(torch.device(spec.device) for _, spec in self.plan.tensors)])
 
     def __call__(self, *inputs: Any) -> Any:
         if self._by_size is not None and (variant := self._by_size.find(inputs)) is not None:

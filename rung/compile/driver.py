@@ -19,6 +19,7 @@ from rung import torch_compat
 from rung.attention import SPLIT_OPS
 from rung.cache import Factors, Store, key_of
 from rung.compile.auto_break import trace_with_breaks
+from rung.compile.bound import gpu_or_first
 from rung.compile.build import SplitGraph, build_steps, split_traced
 from rung.compile.compiled import CompiledFunction
 from rung.compile.dump import Dump
@@ -302,4 +303,4 @@ def _device(tensors: Sequence[torch.Tensor], owner: object) -> torch.device:
     devices = [tensor.device for tensor in tensors]
     if isinstance(owner, nn.Module):
         devices += [parameter.device for parameter in owner.parameters()]
-    return next((device for device in devices if device.type == "cuda"), devices[0] if devices else torch.device("cpu"))
+    return gpu_or_first(devices)

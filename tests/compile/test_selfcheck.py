@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from rung.compile.selfcheck import _agree, _copy
 from rung.counters import Counters
 from rung.passes.ir import linear
 from rung.passes.kernels import support
+from tests.compile.cases import Block, uncompiled
 
 
 def test_copies_keep_the_layout_that_a_piece_was_compiled_for() -> None:
@@ -66,6 +68,15 @@ def test_a_plan_runs_on_the_gpu_that_any_tensor_lies_on() -> None:
     assert driver._device([host], Product()) == host.device  # type: ignore[list-item]
     assert driver._device([], Product()) == torch.device("cpu")
     assert driver._device([], None) == torch.device("cpu")
+
+
+def test_a_compiled_function_lies_on_the_gpu_of_any_weight_or_argument() -> None:
+    """Its variants are built for it."""
+    compiled, _ = uncompiled(Block().forward, torch.zeros(3, 8))
+    assert compiled.device == torch.device("cpu")
+    path, spec = compiled.plan.tensors[0]
+    compiled.plan = replace(compiled.plan, tensors=((path, replace(spec, device="cuda")),))
+    assert compiled.device == torch.device("cuda")
 
 
 def test_a_comparison_is_told_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,3 +219,20 @@ def test_missing_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("rung.attention.backends.triton_paged.why_no_triton", why_no_triton.__wrapped__)
     assert TritonPaged.why_not(make_spec(), torch.float16, CPU, 16) == "Triton is not installed"
+
+
+@runs
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("lengths", [[(1, 40), (1, 200), (1, 9)], [(3, 40), (2, 200), (4, 0)]], ids=["decodes", "mixed"])
+def test_a_row_with_nan_shows_it(lengths: list[tuple[int, int]], splits: int) -> None:
+    """So that whoever samples from it can report its request; the other rows know nothing of it."""
+    spec = make_spec(4, 2, 32)
+    batch = make_batch(spec, lengths, padded_rows=2).without_host()
+    launch = Launch(block_q=1, block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=2)
+    wanted = batch.run(TritonPaged(spec, launch))
+    row = batch.num_actual_tokens - 1
+    batch.query[row, 1, 3] = float("nan")
+    out = batch.run(TritonPaged(spec, launch))
+    assert bool(out[row, 1].isnan().all())
+    out[row, 1] = wanted[row, 1]
+    assert torch.equal(out, wanted)

@@ -242,6 +242,20 @@ def test_a_row_without_a_slot_writes_nothing() -> None:
     assert set(changed) <= {slot for slot in slots.tolist() if slot >= 0}
 
 
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+def test_a_row_with_nan_shows_it(launch: DecodeLaunch) -> None:
+    batch = written(decodes(make_spec(8, 2, 128), padded_rows=2))
+    wanted, out = torch.empty_like(batch.query), torch.empty_like(batch.query)
+    attend(batch, launch, wanted)
+    batch.query[4, 1, 3] = float("nan")
+    batch.query[9, 7, 0] = float("inf")
+    attend(batch, launch, out)
+    for row, head in ((4, 1), (9, 7)):
+        assert bool(out[row, head].isnan().all())
+        out[row, head] = wanted[row, head]
+    assert torch.equal(out, wanted)
+
+
 def test_a_backend_takes_both_for_settled_decodes_alone() -> None:
     spec = make_spec(8, 2, 128)
     heads = Heads(num_heads=8, num_kv_heads=2, head_size=128, rotary=128)

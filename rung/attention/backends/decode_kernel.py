@@ -293,10 +293,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
 
   const float unit = OUT_SCALED ? out_scale[0] : 1.0f;
   auto finish = [&](int g, int d, const float (&x)[8], float weight) {  // eight outputs of query g from dimension d on
-    const float part = weight > 0.0f ? value_scale / weight : 0.0f;
+    const float part = weight != 0.0f ? value_scale / weight : 0.0f;  // NaN too: a row that holds one shows it
     u32 pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = weight > 0.0f ? outputs(x[2 * i] * part, x[2 * i + 1] * part) : 0u;
+    for (int i = 0; i < 4; i++) pairs[i] = weight != 0.0f ? outputs(x[2 * i] * part, x[2 * i + 1] * part) : 0u;
     const u64 at = (u64)row * out_token_stride + (kv_head * GROUP + g) * out_head_stride + d;
     if (OUT_SCALED) {
       u32 kept[4];

@@ -266,7 +266,7 @@ def paged_attention_kernel(
         True, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HEAD_SIZE, COLUMNS, WINDOW, HAS_SOFT_CAP, WIDEN,
     )  # fmt: skip
 
-    some = total > 0.0
+    some = total != 0.0  # NaN too: a row that holds one shows it
     result = tl.where(some[:, None], sums / tl.where(some, total, 1.0)[:, None] * value_scale, 0.0)
     if SPLIT:
         splits = tl.num_programs(2)

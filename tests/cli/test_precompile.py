@@ -62,8 +62,9 @@ def test_a_gpu_target_needs_the_cuda_build(rung: Callable[..., Result]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs torch's CUDA build")
-def test_a_gpu_target_is_built_and_loaded_without_the_gpu(rung: Callable[..., Result], tmp_path: Path) -> None:
-    words = ("precompile", "tiny", "--target", "h200", "--requests", "4", "--jobs", "2", "--out", tmp_path / "store", "--json")
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_a_gpu_target_is_built_and_loaded_without_the_gpu(rung: Callable[..., Result], tmp_path: Path, gpu: str) -> None:
+    words = ("precompile", "tiny", "--target", gpu, "--requests", "4", "--jobs", "2", "--out", tmp_path / "store", "--json")
     first = json.loads(rung(*words).stdout)["results"][0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RUNG_REQUIRE_HIT", "1")

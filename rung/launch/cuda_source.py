@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from rung.errors import KernelExportError
+from rung.errors import KernelArgumentError, KernelExportError
 from rung.launch.driver import why_no_cuda_bindings
 from rung.launch.image import KernelImage, Parameter
 from rung.launch.specialise import Specialisation
@@ -48,7 +48,10 @@ def why_no_nvrtc() -> str | None:
 
 
 def export_cuda(kernel: CudaKernel, specialisation: Specialisation, options: Mapping[str, Any], capability: int) -> KernelImage:
-    """Compile a kernel for a compute capability (90 for 9.0, with the instructions of that one alone). Raises `KernelExportError`."""
+    """Compile a kernel for a compute capability (90 for 9.0, with the instructions of that one alone). Raises `KernelExportError`, and
+    `KernelArgumentError` for a number of more than 32 bits, of which the kernel would take the lower half."""
+    if wide := [name for name in kernel.arguments if specialisation.kinds[name] in ("i64", "u64")]:
+        raise KernelArgumentError(f"{kernel.name} takes numbers of 32 bits, not {', '.join(wide)}", hint="lay the tensor out more densely")
     return KernelImage(
         cubin=_compile(kernel.name, kernel.source(specialisation.constants), capability),
         entry=kernel.name,

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from rung.cache import Manifest, Store
-from rung.errors import CacheMissError
-from rung.launch import triton_images
+from rung.errors import CacheMissError, KernelArgumentError
+from rung.launch import CudaKernel, triton_images
+from rung.launch.cuda_source import export_cuda
 from rung.launch.specialise import Specialisation
 from rung.launch.triton_images import TritonImages
 
@@ -66,3 +67,9 @@ def test_nvrtc_is_not_named_where_it_makes_no_difference(nvrtc: bool, tmp_path: 
     monkeypatch.setattr(triton_images, "why_no_nvrtc", lambda: None if nvrtc else "it is not installed")
     assert "NVRTC" not in miss(Toy(filled(tmp_path, nvrtc=nvrtc))).message
     assert "NVRTC" not in miss(Cuda(filled(tmp_path / "other", nvrtc=True))).message
+
+
+def test_numbers_that_cuda_would_cut_are_refused() -> None:
+    kernel = CudaKernel(name="copy", arguments=("x", "stride"), constants=(), source=lambda constants: "", shared_bytes=lambda constants: 0)
+    with pytest.raises(KernelArgumentError, match="takes numbers of 32 bits, not stride"):
+        export_cuda(kernel, Specialisation({"x": "*bf16", "stride": "i64"}, {}, ()), OPTIONS, 90)

@@ -329,6 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
     }
   }
   if (BLOCKS > 1) {
+    __syncwarp();
     cluster_wait();
     const u32 mine = shared_address(joined);
     for (int part = block + BLOCKS * threadIdx.x; part < PARTS; part += BLOCKS * THREADS) {
@@ -347,6 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
       }
       finish(g, d, x, weight);
     }
+    __syncwarp();
     cluster_wait();  // a neighbour may still read what this block joined
   }
 }

@@ -42,6 +42,9 @@ class Count(StrEnum):
     REPLAYS = "replays"
     REPEATED_BREAKS = "repeated_breaks"  # attention breaks of replays that were the launches of an earlier step, without its Python
     RECORDED_BREAKS = "recorded_breaks"  # those whose Python ran while its launches were written down; others: `python_break.<reason>`
+    REPEATED_INPUTS = "repeated_inputs"  # steps without a decode graph whose inputs were the launches of an earlier step
+    RECORDED_INPUTS = "recorded_inputs"  # those whose Python ran while its launches were written down
+    PYTHON_INPUTS = "python_inputs"  # those whose launches cannot be repeated
     ADDRESS_CHANGES = "address_changes"  # times that something graphs read had moved and the policy did not raise
     PADDING_CHECKS = "padding_checks"  # runs that compared exact with padded sizes
     UNPROVED_PADDING = "unproved_padding"  # dimensions that are padded because such a run agreed, without a proof

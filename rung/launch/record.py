@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from rung.counters import Count, Counters
 from rung.torch_compat import no_dispatch_modes
 
 if TYPE_CHECKING:
@@ -144,10 +145,13 @@ class LaunchRecord:
 
 class RepeatedLaunches:
     """Work that is launches alone and follows from a key: the first run of a key is as ever, later ones are its launches. Of many keys the
-    last `kept` are. `run` must have no effect on the host."""
+    last `kept` are. `run` must have no effect on the host. `counters` get how it ran: `repeated_inputs`, `recorded_inputs`, or
+    `python_inputs` where what was written down cannot be repeated, for the last reason in `why_not`."""
 
-    def __init__(self, kept: int) -> None:
+    def __init__(self, kept: int, counters: Counters) -> None:
+        self.why_not: str | None = None
         self._kept = kept
+        self._counters = counters
         self._memory = Workspace()
         self._known: OrderedDict[Hashable, Repeat] = OrderedDict()
 
@@ -159,9 +163,12 @@ class RepeatedLaunches:
         if repeat is not None:
             self._known.move_to_end(key)
             repeat()
+            self._counters.add(Count.REPEATED_INPUTS)
             return
         with record_launches(self._memory) as record:
             run()
+        self.why_not = record.why_not
+        self._counters.add(Count.PYTHON_INPUTS if record.why_not else Count.RECORDED_INPUTS)
         if record.why_not is None:
             self._known[key] = record.repeat()
             if len(self._known) > self._kept:

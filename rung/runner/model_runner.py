@@ -119,7 +119,7 @@ class ModelRunner:
             forward,
             self.compute_logits,
             builder=builder,
-            inputs=StepInputs(builder, self.layers, self.kv_groups, self.block_tables, config.max_model_len),
+            inputs=StepInputs(builder, self.layers, self.kv_groups, self.block_tables, config.max_model_len, self.counters),
             decode=self.decode,
             sampler=self.sampler,
             prompts=self.prompts,

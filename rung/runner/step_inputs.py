@@ -10,6 +10,7 @@ import torch
 
 from rung.attention import Attention
 from rung.context import ForwardContext
+from rung.counters import Counters
 from rung.graphs import Dispatch
 from rung.launch import RepeatedLaunches
 from rung.runner.batch import Batch
@@ -33,13 +34,14 @@ class StepInputs:
         groups: Sequence[KVGroup],
         tables: Sequence[BlockTable],
         max_model_len: int,
+        counters: Counters,
     ) -> None:
         self._builder = builder
         self._layers = layers
         self._groups = groups
         self._tables = tables
         self._max_model_len = max_model_len
-        self._launches = RepeatedLaunches(_KEPT)
+        self._launches = RepeatedLaunches(_KEPT, counters)
 
     def prepare(self, batch: Batch, dispatch: Dispatch, *, decode_graph: bool) -> PreparedStep:
         """Enqueue inputs, block tables and slot mapping. `decode_graph`: for a graph that advances itself."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rung.cache import Store
+from rung.counters import Count, Counters
 from rung.launch import RepeatedLaunches, TritonLauncher, Workspace, record_launches, workspace
 from rung.launch.record import current_record
 from rung.torch_compat import TorchDispatchMode
@@ -68,7 +69,8 @@ def test_a_repetition_makes_its_device_the_current_one(launcher: TritonLauncher,
 
 def test_a_key_is_run_once_and_then_repeated(launcher: TritonLauncher, driver: FakeDriver) -> None:
     ran: list[int] = []
-    repeated = RepeatedLaunches(2)
+    counters = Counters()
+    repeated = RepeatedLaunches(2, counters)
 
     def run(count: int) -> None:
         ran.append(count)
@@ -79,11 +81,13 @@ def test_a_key_is_run_once_and_then_repeated(launcher: TritonLauncher, driver: F
     assert ran == [1, 2, 3, 1]  # the third key took the place of the first
     assert [one.grid[0] for one in driver.launches] == [1, 2, 1, 2, 2, 3, 2, 1]
     assert len(repeated) == 2
+    assert (counters[Count.REPEATED_INPUTS], counters[Count.RECORDED_INPUTS], counters[Count.PYTHON_INPUTS]) == (4, 4, 0)
 
 
 def test_what_cannot_be_repeated_runs_each_time(launcher: TritonLauncher) -> None:
     ran: list[int] = []
-    repeated, other = RepeatedLaunches(2), (FakeTensor(4096, ordinal=1), FakeTensor(8192, ordinal=1), 7, 3, 0.5)
+    counters = Counters()
+    repeated, other = RepeatedLaunches(2, counters), (FakeTensor(4096, ordinal=1), FakeTensor(8192, ordinal=1), 7, 3, 0.5)
 
     def run() -> None:
         ran.append(1)
@@ -91,7 +95,8 @@ def test_what_cannot_be_repeated_runs_each_time(launcher: TritonLauncher) -> Non
 
     for _ in range(3):
         repeated.run("key", run)
-    assert (len(ran), len(repeated)) == (3, 0)
+    assert (len(ran), len(repeated), counters[Count.PYTHON_INPUTS]) == (3, 0, 3)
+    assert repeated.why_not
 
 
 def test_nothing_is_written_down_elsewhere(launcher: TritonLauncher) -> None:

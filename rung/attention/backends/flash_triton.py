@@ -11,7 +11,6 @@ import torch
 from rung.attention.backends.flash_attn import FlashAttention3
 from rung.attention.backends.triton_paged import TritonPaged
 from rung.attention.base import AttentionMetadata, AttentionSpec, BatchBounds, CaptureSupport, KVCache
-from rung.attention.rotation import Rotation
 
 _LARGEST_HEAD = 128  # up to here ours decode as fast or faster at every size measured, docs/performance.md
 
@@ -57,19 +56,7 @@ class FlashTriton(TritonPaged):
     ) -> None:
         self.forward(query, cache, out, metadata)
 
-    def rotate_and_attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rotation: Rotation,
-        cache: KVCache,
-        out: torch.Tensor,
-        metadata: AttentionMetadata,
-        out_scale: torch.Tensor | None = None,
-    ) -> bool:
-        """Of decodes alone, which go through Triton's backend."""
-        return super().rotate_and_attend(query, key, value, rotation, cache, out, metadata, out_scale)
+    rotate_and_attend = TritonPaged.rotate_and_attend  # of decodes alone, whose forward is Triton's backend too
 
     def launch_key(
         self, query: torch.Tensor, key: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, *, fresh: bool

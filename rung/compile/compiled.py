@@ -43,8 +43,9 @@ class CompiledFunction:
         holder = next(iter(owner.values()), None)
         regions = [region.call(holder) for region in self.plan.regions]
         self.region_buffers = tuple(holder.buffers()) if regions and isinstance(holder, torch.nn.Module) else ()  # what they may update
-        breaks = [step for step in (*self.plan.steps, *self._walk, *self._joined_walk) if step.piece is None]
-        self._breaks = {(step.name, len(step.calls)): break_call(step, regions, self._private) for step in breaks}
+        every = (*self.plan.steps, *self._walk, *self._joined_walk)
+        breaks = {(step.name, len(step.calls)): step for step in every if step.piece is None}  # most are in two of the three, built once
+        self._breaks = {key: break_call(step, regions, self._private) for key, step in breaks.items()}
         order = {path: index for index, (path, _) in enumerate(self.plan.tensors)}  # as in the signature, not as first used in the graph
         arguments = [n for n, path in enumerate(self.plan.inputs) if path.dim is None and n not in self.weights]
         self.arguments = sorted(arguments, key=lambda n: order.get(self.plan.inputs[n], n))

@@ -7,7 +7,7 @@ import torch
 from rung.counters import Counters
 from rung.runner import SamplingParams
 from rung.runner.batch import Batch
-from rung.runner.ops import StepOps, TorchStepOps
+from rung.runner.ops import StepOps, TorchStepOps, decode_base
 from rung.runner.ops.triton_decode import ChunkTiles, TritonDecodeOps
 from rung.runner.sampler import Sampler
 from rung.runner.sampler.failures import NAN_TOKEN, NOTHING_ALLOWED_TOKEN
@@ -177,3 +177,11 @@ def test_blocks_of_a_program_are_one_row(triton_ops: StepOps, steps: int, dtype:
     greedy = [0, 1, 3, 4, 5]
     assert torch.equal(picked[greedy], (scores[greedy] == scores[greedy].amax(1, keepdim=True)).int().argmax(dim=1))
     assert picked[4:].tolist() == [0, 200, NAN_TOKEN, NOTHING_ALLOWED_TOKEN]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_is_settled_only_where_kernels_start_early(monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
+    monkeypatch.setattr(decode_base, "launches_early", lambda device: early)
+    state = decode_base.DecodeState.allocate(4, 2, torch.device("cpu"))
+    TorchStepOps().decode.settle(state)
+    assert state.fence.tolist() == [int(early)]

@@ -1,4 +1,4 @@
-"""A driver that records what a launch would hand to CUDA, and tensors that are only an address."""
+"""A driver that records what a launch would hand to CUDA, tensors that are only an address, and images without a compiler."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from typing import Any
 
 import torch
 
+from rung.cache import Store
 from rung.errors import LaunchError
 from rung.launch.driver import Driver, LaunchAttributes, Launcher
 from rung.launch.image import KernelImage, Parameter
+from rung.launch.specialise import Specialisation
+from rung.launch.triton_images import TritonImages
+from rung.torch_compat import TritonParameter
+
+MODULE = "tests.launch.toy_kernels"
 
 
 @dataclass(frozen=True)
@@ -105,3 +111,37 @@ def image_of(*kinds: str, entry: str = "kernel", **fields: Any) -> KernelImage:
 
 def driver_for(*images: KernelImage) -> FakeDriver:
     return FakeDriver({image.entry: image for image in images})
+
+
+class FakeImages(TritonImages):
+    """Images without a compiler: the parameters that Triton would keep."""
+
+    made: list[Specialisation]
+
+    def __init__(self, driver: FakeDriver, store: Store) -> None:
+        super().__init__(MODULE, "scale_kernel", store)
+        self.driver, self.made = driver, []
+
+    def parameters(self) -> tuple[TritonParameter, ...]:
+        return (
+            TritonParameter("x", False, True, False),
+            TritonParameter("out", False, True, True),
+            TritonParameter("count", False, False, False),
+            TritonParameter("stride", False, True, True),
+            TritonParameter("factor", False, True, True),
+            TritonParameter("BLOCK", True, True, True),
+        )
+
+    def image(self, specialisation: Specialisation, options: Any, capability: int) -> KernelImage:
+        entry = f"kernel{len(self.made)}"
+        self.made.append(specialisation)
+        kinds = {**specialisation.kinds, "global_scratch": "global_scratch", "profile_scratch": "profile_scratch"}
+        image = KernelImage(
+            cubin=b"code",
+            entry=entry,
+            capability=capability,
+            parameters=tuple(Parameter(name, kind) for name, kind in kinds.items()),
+            num_warps=options["num_warps"],
+        )
+        self.driver.images[entry] = image
+        return image

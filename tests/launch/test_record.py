@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
-from rung.cache import Store
 from rung.counters import Count, Counters
 from rung.launch import RepeatedLaunches, TritonLauncher, Workspace, record_launches, workspace
 from rung.launch.record import current_record
 from rung.torch_compat import TorchDispatchMode
-from tests.launch.fakes import FakeDriver, FakeTensor
-from tests.launch.test_triton_launcher import MODULE, FakeImages
+from tests.launch.fakes import MODULE, FakeDriver, FakeTensor
 
 X, OUT = FakeTensor(4096), FakeTensor(8192)
-
-
-@pytest.fixture
-def driver() -> FakeDriver:
-    return FakeDriver()
-
-
-@pytest.fixture
-def launcher(driver: FakeDriver, tmp_path: Path) -> TritonLauncher:
-    found = TritonLauncher(MODULE, "scale_kernel", driver=driver, road="prebound")
-    found.__dict__["images"] = FakeImages(driver, Store(tmp_path))
-    return found
 
 
 def test_a_repetition_launches_what_was_launched(launcher: TritonLauncher, driver: FakeDriver) -> None:

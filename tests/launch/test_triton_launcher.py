@@ -12,64 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from rung.cache import Store
 from rung.errors import KernelArgumentError
 from rung.launch import launch_road
-from rung.launch.image import KernelImage, Parameter
-from rung.launch.specialise import Specialisation
-from rung.launch.triton_images import TritonImages, _source_hash
+from rung.launch.triton_images import _source_hash
 from rung.launch.triton_launcher import TritonLauncher
-from rung.torch_compat import TritonParameter
-from tests.launch.fakes import FakeDriver, FakeTensor
+from tests.launch.fakes import MODULE, FakeDriver, FakeTensor
 
 ROOT = Path(__file__).parents[2]
-MODULE = "tests.launch.toy_kernels"
-
-
-class FakeImages(TritonImages):
-    """Images without a compiler: the parameters that Triton would keep."""
-
-    made: list[Specialisation]
-
-    def __init__(self, driver: FakeDriver, store: Store) -> None:
-        super().__init__(MODULE, "scale_kernel", store)
-        self.driver, self.made = driver, []
-
-    def parameters(self) -> tuple[TritonParameter, ...]:
-        return (
-            TritonParameter("x", False, True, False),
-            TritonParameter("out", False, True, True),
-            TritonParameter("count", False, False, False),
-            TritonParameter("stride", False, True, True),
-            TritonParameter("factor", False, True, True),
-            TritonParameter("BLOCK", True, True, True),
-        )
-
-    def image(self, specialisation: Specialisation, options: Any, capability: int) -> KernelImage:
-        entry = f"kernel{len(self.made)}"
-        self.made.append(specialisation)
-        kinds = {**specialisation.kinds, "global_scratch": "global_scratch", "profile_scratch": "profile_scratch"}
-        image = KernelImage(
-            cubin=b"code",
-            entry=entry,
-            capability=capability,
-            parameters=tuple(Parameter(name, kind) for name, kind in kinds.items()),
-            num_warps=options["num_warps"],
-        )
-        self.driver.images[entry] = image
-        return image
-
-
-@pytest.fixture
-def driver() -> FakeDriver:
-    return FakeDriver()
-
-
-@pytest.fixture
-def launcher(driver: FakeDriver, tmp_path: Path) -> TritonLauncher:
-    found = TritonLauncher(MODULE, "scale_kernel", driver=driver, road="prebound")
-    found.__dict__["images"] = FakeImages(driver, Store(tmp_path))
-    return found
 
 
 X, OUT = FakeTensor(4096), FakeTensor(8192)
@@ -229,7 +178,7 @@ import torch
 from rung.cache import Store
 from rung.launch.triton_launcher import TritonLauncher
 from rung.launch.driver import Driver
-from tests.launch.fakes import FakeDriver, FakeTensor
+from tests.launch.fakes import MODULE, FakeDriver, FakeImages, FakeTensor
 class Loads(FakeDriver):
     def prepare(self, ordinal, function, attributes, table_address):
         return lambda *_: None

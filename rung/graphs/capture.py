@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rung.compile.bound import BoundPlan, BoundStep, Capture
+from rung.compile.bound import BoundPlan, BoundStep, Capture, StepCall
 from rung.errors import CaptureError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
 from rung.graphs.descriptor import Descriptor, GraphMode
@@ -123,10 +123,11 @@ def warm_up(
     watch: bool = True,
 ) -> None:
     """Run the plan once at the size of `descriptor`, so that kernels are loaded and tuned and workspaces exist before a capture. With
-    `watch` this is also the dry run of the breaks that the capture will contain. Raises `CaptureError`."""
+    `watch` this is also the dry run of the breaks that the capture will contain; without it code that several pieces share runs once, and
+    its first results stand for those of the others. Raises `CaptureError`."""
     walk = _Walk(DryRun(device, generators) if watch else None, full=descriptor.mode is GraphMode.FULL)
     try:
-        plan.run_steps(inputs, walk.eager)
+        plan.run_steps(inputs, walk.eager if watch else walk.each_code)
         walk.finish()
     except Exception as error:
         raise _capture_error(descriptor, walk.step, error, "warm-up") from error
@@ -164,6 +165,7 @@ class _Walk:
         self._check = check
         self._full = full
         self._bad = ""  # the first break in which something was found
+        self._made: dict[StepCall, Sequence[Any]] = {}
 
     def eager(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
         self.step = step.name
@@ -174,6 +176,14 @@ class _Walk:
         if self._check.findings and not self._bad:
             self._bad = step.name
         return outputs
+
+    def each_code(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
+        """An eager run of each break, and of the first piece of each code."""
+        if step.kind != "piece":
+            return self.eager(step, arguments)
+        if step.call not in self._made:
+            self._made[step.call] = tuple(self.eager(step, arguments))
+        return self._made[step.call]
 
     def finish(self) -> None:
         self.step = self._bad or self.step

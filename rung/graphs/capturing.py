@@ -31,8 +31,8 @@ class Capturing:
     so that a dispatcher may share them. `before` is called between warm-up and capture. Not thread-safe: the manager's lock covers it.
 
     Each size is warmed up and captured under the eyes of a dry run, or with `watch_all` False the first size of each mode and query length:
-    watching a decoder's ladder takes as long as capturing it. The others are watched when their capture fails, and a full graph is not
-    warmed up when a piecewise one of its size was."""
+    watching a decoder's ladder takes as long as capturing it. The others run the code that pieces share once in their warm-up, are watched
+    when their capture fails, and a full graph is not warmed up when a piecewise one of its size was."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rung.compile.bound import BoundStep
 from rung.counters import Count
 from rung.errors import AddressChangedError, CaptureError, StaleOutputError
 from rung.graphs import (
@@ -312,6 +313,32 @@ def test_prepare_is_entered_once_for_warm_up_and_capture() -> None:
 
     make_manager(fresh_break_plan()).capture([FULL_4, PIECEWISE_4], prepare)
     assert entered == [PIECEWISE_4, FULL_4]
+
+
+def test_later_sizes_warm_up_shared_code_once() -> None:
+    """Four pieces of one code and a break between each two; the replays are right at every size."""
+    ran: list[int] = []
+
+    def body(x: torch.Tensor) -> Sequence[Any]:
+        ran.append(x.shape[0])
+        return (x + 1,)
+
+    shared = piece("piece_00", body).call
+    steps: list[tuple[BoundStep, tuple[str, ...], tuple[str, ...]]] = []
+    for index in range(4):
+        steps.append((BoundStep("piece", f"piece_{index}", shared), (f"v{2 * index}" if index else "x",), (f"v{2 * index + 1}",)))
+        steps.append((brk(f"break_{index}", lambda x: (x * 2,)), (f"v{2 * index + 1}",), (f"v{2 * index + 2}",)))
+    plan = ToyPlan(steps, ("v8",))
+    manager = make_manager(plan, watch_all=False)
+    sizes = [Descriptor(mode=GraphMode.PIECEWISE, num_tokens=size) for size in (16, 8, 4)]
+    manager.capture(sizes)
+    assert [ran.count(size) for size in (16, 8, 4)] == [8, 5, 5]  # a warm-up and a capture
+    for descriptor in sizes:
+        x = data(descriptor.num_tokens, 0)
+        assert torch.equal(run_padded(manager, descriptor, x)[0], plan(x)[0])
+    ran.clear()
+    make_manager(plan).capture(sizes)
+    assert [ran.count(size) for size in (16, 8, 4)] == [8, 8, 8]
 
 
 def test_break_whose_results_change_shape_is_refused() -> None:

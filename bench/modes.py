@@ -1,4 +1,4 @@
-"""Decode steps of one engine in several graph modes, and where the host's time of each goes.
+"""Decode steps in several graph modes, and where the host's time of each goes.
 
     python -m bench.modes --target llama-8b --sizes 8         # a GPU
     python -m bench.modes --sizes 1,8 --modes full,piecewise,python,none    # python: piecewise, attention breaks always in Python
@@ -6,13 +6,16 @@
 A step in the steady state: the difference between a long and a short generation over the number of steps, without timers; then the same
 decode under `bench.host_profile`. The last table has a column for each mode: launches of graphs, attention breaks (and the launchers of
 those that run their Python), and what runs outside of graphs. `alone` is the step when nothing of the next one is enqueued before its
-tokens are read.
+tokens are read. Each mode has the engine that runs decodes in it, one after the other: "full" and "none" one with full graphs for decodes,
+"piecewise" and "python" one whose graphs are piecewise.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gc
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +30,9 @@ from rung.cli.assembly import open_decoder
 from rung.cli.options import resolve_device, resolve_dtype
 from rung.graphs import GraphMode
 from rung.runner import Engine, ModelRunner, RunnerConfig, SamplingParams, build_engine
+from rung.runner.config import Mode
+
+_ENGINES: dict[Mode, tuple[str, ...]] = {"full_and_piecewise": ("full", "none"), "piecewise": ("piecewise", "python")}
 
 
 @contextmanager
@@ -81,39 +87,50 @@ def main() -> None:
     device = resolve_device("auto")
     decoder = open_decoder(arguments.target, resolve_dtype("auto", device), device, shapes=True)
     vocab, limit = decoder.config.vocab_size, min(4096, decoder.config.max_position_embeddings)
-    config = RunnerConfig(
-        max_num_requests=max(sizes),
-        max_num_tokens=max(2048, max(sizes)),
-        max_model_len=limit,
-        num_blocks=max(sizes) * -(-(arguments.context + arguments.long) // 16) + -(-limit // 16) + 1,
-        graphs="full_and_piecewise",
-        capture_sizes=tuple(sorted(sizes)),
-        prefix_cache=False,
-        attention_backend=arguments.attention,
-        freeze_heap=True,
-    )
-    engine, runner, start = build_engine(decoder.module, config)
-    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.seconds.items())
-    print(f"{arguments.target}: {phases}; attention {start.attention}", flush=True)
+    settings: dict[str, Any] = {
+        "max_num_requests": max(sizes),
+        "max_num_tokens": max(2048, max(sizes)),
+        "max_model_len": limit,
+        "num_blocks": max(sizes) * -(-(arguments.context + arguments.long) // 16) + -(-limit // 16) + 1,
+        "capture_sizes": tuple(sorted(sizes)),
+        "prefix_cache": False,
+        "attention_backend": arguments.attention,
+        "freeze_heap": True,
+    }
+    found: dict[tuple[int, str], tuple[float, float]] = {}
     columns = []
+    for graphs, theirs in _ENGINES.items():
+        wanted = [mode for mode in modes if mode in theirs]
+        if not wanted:
+            continue
+        with engine_of(decoder.module, RunnerConfig(**settings, graphs=graphs), arguments.target) as (engine, runner):
+            for size, mode in itertools.product(sizes, wanted):
+                with best_mode(runner, mode):
+                    row = measure(engine, vocab, size, arguments.context, arguments.short, arguments.long, arguments.rounds)
+                    one = alone(engine, size, arguments.context, arguments.long, vocab)
+                    profile = profile_host(engine, runner, vocab, size, arguments.context, arguments.long)
+                found[size, mode] = row["step_ms"], one
+                spread = f"({row['min_ms']:.3f} to {row['max_ms']:.3f})"
+                print(f"B={size} {mode}: {row['step_ms']:.3f} ms a step {spread}, alone {one:.3f}", flush=True)
+                columns.append((f"B={size} {mode[:5]}", profile))
     for size in sizes:
-        found = {}
-        for mode in modes:
-            with best_mode(runner, mode):
-                row = measure(engine, vocab, size, arguments.context, arguments.short, arguments.long, arguments.rounds)
-                one = alone(engine, size, arguments.context, arguments.long, vocab)
-                profile = profile_host(engine, runner, vocab, size, arguments.context, arguments.long)
-            found[mode] = row["step_ms"], one
-            spread = f"({row['min_ms']:.3f} to {row['max_ms']:.3f})"
-            print(f"B={size} {mode}: {row['step_ms']:.3f} ms a step {spread}, alone {one:.3f}", flush=True)
-            columns.append((f"B={size} {mode[:5]}", profile))
         if {"full", "piecewise"} <= set(modes):
-            ratios = [a / b for a, b in zip(found["piecewise"], found["full"], strict=True)]
+            ratios = [a / b for a, b in zip(found[size, "piecewise"], found[size, "full"], strict=True)]
             print(f"B={size} piecewise / full: {ratios[0]:.3f} a step, {ratios[1]:.3f} alone")
     show("host us a step", columns)
+
+
+@contextmanager
+def engine_of(module: Any, config: RunnerConfig, target: str) -> Iterator[tuple[Engine, ModelRunner]]:
+    """An engine, whose start is printed, and what it counted in the end."""
+    engine, runner, start = build_engine(module, config)
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.seconds.items())
+    print(f"{target}, {config.graphs}: {phases}; attention {start.attention}", flush=True)
+    yield engine, runner
     counted = runner.counters.snapshot()
     print("; ".join(f"{name} {count}" for name, count in sorted(counted.items()) if "step." in name or "break" in name))
     engine.executor.shutdown()
+    gc.unfreeze()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """rung as a peer: `python -m bench.peers.ours --model 8b --out ours.json`.
 
-Up to three engines, one after the other, of one model and one compile. The first takes requests of up to 4096 tokens and as many as the
-decode table has: start-up, decode rows and the sweep over batches. The second has room for the sweep's larger batches. The third takes the
-long prompts. All compute up to 8192 tokens in a step, so that a prompt of 8192 is one chunk, as it is for vLLM: beside 2048 that
-makes the largest batch of the kernels' rehearsal one of 8192 rows, and changes nothing in a decode, whose graphs end at 512 rows.
+Engines of one model and one compile, one after the other. The first takes requests of up to 4096 tokens and as many as the decode table
+has: start-up, decode rows and the sweep over batches. Two are for one batch size, with full graphs for decodes and with piecewise ones
+alone. The next has room for the sweep's larger batches, and another takes the long prompts. All compute up to 8192 tokens in a step, so
+that a prompt of 8192 is one chunk, as it is for vLLM: beside 2048 that makes the largest batch of the kernels' rehearsal one of 8192
+rows, and changes nothing in a decode, whose graphs end at 512 rows.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.peers.asked import DECODE_LEN, Point, batch_points, context_points, max_len, numbers, options, shape_of, sweep_tokens
 from bench.peers.measure import Prompts, Report, Stamps, kernels, memory, on_gpu, prefill, prompts, steady, steps, sweep
 from bench.peers.shapes import FP8, TARGETS
+
+if TYPE_CHECKING:
+    from rung.runner.config import Mode
 
 
 def main() -> None:
@@ -52,11 +56,12 @@ def main() -> None:
             return
         steps(report, served.generate, asked)
         sweep(report, served.generate, served.stamps, asked, usual, served.chunk, max_model_len=length)
-        piecewise(report, served, asked)
         host(report, served, asked)
         if not (large or long or asked.prefill):
             kernels(report, served.generate, asked)
-            return
+    piecewise(report, module, asked, length)
+    if not (large or long or asked.prefill):
+        return
     if large:
         with report.guarded("the engine for large batches"), engine_of(module, asked, large, length, large) as served:
             sweep(report, served.generate, served.stamps, asked, large, served.chunk, max_model_len=length)
@@ -76,10 +81,10 @@ def main() -> None:
 class Served:
     """One engine, and what the measurements need of it."""
 
-    def __init__(self, module: Any, engine: Any, runner: Any) -> None:
+    def __init__(self, engine: Any, runner: Any) -> None:
         from rung.runner import SamplingParams
 
-        self.module, self.engine, self.runner = module, engine, runner
+        self.engine, self.runner = engine, runner
         self.chunk: int = runner.config.max_num_tokens
         self.stamps = Stamps(engine)
         self._params = SamplingParams
@@ -96,6 +101,7 @@ def engine_of(
     length: int,
     captured: Sequence[Point] | None,
     report: Report | None = None,
+    graphs: Mode = "full_and_piecewise",
 ) -> Iterator[Served]:
     """An engine with room for each of `points`, for requests of up to `length` tokens, with graphs for the batches of `captured`, or of the
     default ladder; its start goes to `report`."""
@@ -111,7 +117,7 @@ def engine_of(
         max_num_tokens=max(chunk, largest),
         max_model_len=length,
         num_blocks=blocks + -(-length // 16) + 1,
-        graphs="full_and_piecewise",
+        graphs=graphs,
         capture_sizes=None if captured is None and on_gpu() else tuple(sizes),
         prefix_cache=False,
         kv_cache_dtype="fp8" if asked.model in FP8 else "auto",
@@ -123,7 +129,7 @@ def engine_of(
         report.add("phase", name="build", seconds=time.perf_counter() - begin)
         _add_start(report, start)
     try:
-        yield Served(module, engine, runner)
+        yield Served(engine, runner)
     finally:
         engine.executor.shutdown()
         del engine, runner, start
@@ -147,28 +153,23 @@ def _add_start(report: Report, start: Any) -> None:
         report.add("graphs", count=count, bytes=taken.total_bytes, predicted=predicted, seconds=start.capture.seconds)
 
 
-def piecewise(report: Report, served: Served, asked: argparse.Namespace, batch: int = 8) -> None:
-    """A row: the step of one batch size in piecewise graphs over the same in one full graph."""
-    from rung.cli.bench_decoder import SwitchedForward
-    from rung.runner import EagerForward
-
+def piecewise(report: Report, module: Any, asked: argparse.Namespace, length: int, batch: int = 8) -> None:
+    """A row: the step of one batch size in an engine whose graphs are piecewise over the same in one with full graphs for decodes."""
     if batch not in numbers(asked.batches):
         return
-    runner, full = served.runner, served.runner.forward
-    with report.guarded("piecewise beside full"):
-        switched = SwitchedForward(EagerForward(served.module, runner.counters), full)
-        runner.forward = switched
-        found: dict[str, list[float]] = {"full": [], "piecewise": []}
-        try:
-            for draw, mode in enumerate(["full", "piecewise"] * asked.rounds):
-                switched.mode = mode
+    best: dict[str, float] = {}
+    modes: dict[str, Mode] = {"full": "full_and_piecewise", "piecewise": "piecewise"}
+    points = [Point(batch, asked.context)]
+    for name, graphs in modes.items():
+        with report.guarded(f"piecewise beside full: {name}"), engine_of(module, asked, points, length, points, graphs=graphs) as served:
+            found = []
+            for draw in range(asked.rounds + 1):  # the first one warms up
                 served.stamps.times.clear()
                 served.generate(prompts(batch, asked.context, asked.model, draw), asked.sweep_long)
                 times = steady(served.stamps.times, asked.sweep_long, -(-batch * asked.context // served.chunk) + 1)
-                found[mode].append((times[-1] - times[0]) / (len(times) - 1) * 1e3)
-        finally:
-            runner.forward = full
-        best = {mode: min(values) for mode, values in found.items()}
+                found.append((times[-1] - times[0]) / (len(times) - 1) * 1e3)
+            best[name] = min(found[1:])
+    if len(best) == len(modes):
         report.add("ratio", name=f"piecewise / full at {batch}", value=best["piecewise"] / best["full"], ms=best)
 
 

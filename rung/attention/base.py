@@ -29,6 +29,7 @@ import torch
 from rung.attention.rotation import Rotation, rotated_query_and_key
 
 PAD_SLOT = -1  # slot mapping of a row that must not be written
+JOINED = ("rotate_and_write", "forward", "forward_quantised")  # what `AttentionBackend.rotate_and_attend` stands for
 
 
 class CaptureSupport(IntEnum):
@@ -178,9 +179,10 @@ class AttentionBackend(ABC):
         self, query: torch.Tensor, key: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, *, fresh: bool
     ) -> Hashable | None:
         """What decides the launches of a `forward` of this batch beside the addresses, shapes and strides of its tensors: two batches with
-        equal keys, equal `num_requests` and metadata at the same places are given the same kernels, grids and numbers. None: the work is
+        equal keys, equal `num_requests` and metadata at the same places are given the same kernels, grids and numbers, by
+        `rotate_and_attend` and `rotate_and_write` too. None: the work is
         not launches of `rung.launch` alone. `fresh`: of `forward_given_keys`, with keys like `key`. Asked for one layer of those that share
-        backend and metadata. A subclass that overrides a forward answers anew, or it is taken for None."""
+        backend and metadata. A subclass that overrides one of them answers anew, or it is taken for None."""
         return None
 
     @abstractmethod
@@ -222,8 +224,13 @@ class AttentionBackend(ABC):
         out_scale: torch.Tensor | None = None,
     ) -> bool:
         """`rotate_and_write` and `forward`, or with `out_scale` `forward_quantised`, in one kernel, without the rotated queries in memory.
-        False: nothing was done, because the backend has no such kernel for this batch. Ours is for `settled` metadata, which decode graphs
-        have. A subclass that overrides one of those three answers anew, or it is not asked."""
+        False: nothing was done, because the backend has no such kernel for this batch. Ours is for decodes of one token, and begins earlier
+        where the metadata is `settled`. A subclass that overrides one of those three answers anew, or it is not asked."""
+        return False
+
+    def joins_rotation(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether `rotate_and_attend` does its work for decodes of such queries there. Then piecewise graphs that serve decodes leave the
+        rotation to it; where this is False they hold it, and it costs the host nothing."""
         return False
 
     def forward_given_keys(

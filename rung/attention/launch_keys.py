@@ -16,12 +16,13 @@ from rung.attention.base import AttentionBackend, AttentionMetadata, KVCache, an
 from rung.attention.layer import Attention
 from rung.context import ForwardContext
 
-_FORWARDS = ("forward", "forward_given_keys", "forward_quantised")
+_RUNS = ("forward", "forward_given_keys", "forward_quantised", "rotate_and_write", "rotate_and_attend")  # in a break
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """A call of `rung::attention`, with the arguments of the op."""
+    """A call of `rung::attention`, with the arguments of the op. Its break may hold the rotation in front of it too, whose tensors stay as
+    those of the call do."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -41,7 +42,7 @@ class _Bound:
     layer: Attention
     cache: KVCache
     backend: AttentionBackend
-    answers: bool  # the backend, for its own forwards
+    answers: bool  # the backend, for what it runs itself
 
 
 class LaunchKeys:
@@ -62,9 +63,7 @@ class LaunchKeys:
             metadata: AttentionMetadata | None = context.attention_metadata.get(call.layer)
             if layer is None or metadata is None or layer.kv_cache is None or layer.backend is None:
                 return None
-            bound.append(
-                _Bound(call.layer, layer, layer.kv_cache, layer.backend, answers_for(type(layer.backend), "launch_key", _FORWARDS))
-            )
+            bound.append(_Bound(call.layer, layer, layer.kv_cache, layer.backend, answers_for(type(layer.backend), "launch_key", _RUNS)))
             kept = layer.kv_cache.key
             alike = (id(layer.backend), id(metadata), call.query.shape, call.query.dtype, call.key.shape, call.key.dtype)
             groups.setdefault((*alike, kept.shape[1:], kept.dtype, call.fresh, call.out_scale is None), []).append(index)
@@ -99,5 +98,5 @@ class LaunchKeys:
         table = metadata.block_table
         return (
             key, metadata.num_requests, metadata.may_pad, metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(),
-            table.data_ptr(), table.stride(), metadata.slot_mapping.data_ptr(),
+            table.data_ptr(), table.stride(), metadata.slot_mapping.data_ptr(), metadata.slot_mapping.shape[0], metadata.settled,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rung.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache, answers_for
+from rung.attention.base import JOINED, AttentionBackend, AttentionMetadata, AttentionSpec, KVCache, answers_for
 from rung.attention.rotation import Rotation
 from rung.context import get_forward_context
 from rung.errors import ContextError
@@ -29,7 +29,6 @@ _library.define(
     "Tensor? out_scale=None) -> ()"
 )
 
-_JOINED = ("rotate_and_write", "forward", "forward_quantised")  # what `AttentionBackend.rotate_and_attend` stands for
 SPLIT_OPS = frozenset({"rung::rotate_and_write", "rung::kv_cache_write", "rung::attention"})
 
 
@@ -127,7 +126,7 @@ def rotate_and_attend(
     module, cache, metadata = _lookup(layer)
     assert module.backend is not None
     rotation = Rotation(cos=cos, sin=sin, query_weight=query_weight, key_weight=key_weight, epsilon=epsilon, offset=offset)
-    asked = answers_for(type(module.backend), "rotate_and_attend", _JOINED)
+    asked = answers_for(type(module.backend), "rotate_and_attend", JOINED)
     if asked and module.backend.rotate_and_attend(query, key, value, rotation, cache, out, metadata, out_scale):
         return
     module.backend.rotate_and_write(query, key, value, rotation, rotated, cache, metadata.slot_mapping)

@@ -24,6 +24,7 @@ from rung.models.build import empty_model
 from rung.models.load import model_config
 from rung.runner import RunnerConfig
 from rung.runner.build import compile_example, compile_model, example_inputs
+from rung.runner.config import Mode
 from rung.runner.kernel_images import find_kernels, shadow_of
 
 ROWS = "rows"
@@ -66,11 +67,12 @@ def _fake_model(job: Job, device: torch.device) -> _Compiled:
 
 
 def _kernels(job: Job, module: nn.Module, compiled: CompiledFunction, device: torch.device) -> _Kernels:
-    """Build what runners of a model without memory launch."""
+    """Build what runners of a model without memory launch, with full graphs for decodes and with piecewise ones alone."""
     length = getattr(module, "config").max_position_embeddings  # noqa: B009 - not declared by Module
     budget = job.maximum or assembly.token_budget(device)
-    settings: dict[str, Any] = {"max_num_tokens": budget, "max_model_len": length, "graphs": "full_and_piecewise"}
-    runners = [RunnerConfig(max_num_requests=count, **settings) for count in job.requests]
+    settings: dict[str, Any] = {"max_num_tokens": budget, "max_model_len": length}
+    modes: tuple[Mode, ...] = ("full_and_piecewise", "piecewise")
+    runners = [RunnerConfig(max_num_requests=count, graphs=mode, **settings) for count in job.requests for mode in modes]
     built = find_kernels(module, compiled, runners, capability_of(device)).build(job.threads, torch_compat.compile_workers())
     return built.compiled, built.found
 

@@ -33,7 +33,7 @@ class BoundStep:
     name: str  # unique in the plan, e.g. "piece_03", "attention_02"
     call: StepCall
     capture: Capture = Capture.FULL  # of a break; a piece is captured always
-    attention: Callable[[Sequence[Any]], AttentionCall] | None = None  # of a break that is one call of our attention: from its inputs
+    attention: Callable[[Sequence[Any]], AttentionCall] | None = None  # of a break that attends: see `attention_of`, from its inputs
 
     def capturable(self, full: bool) -> bool:
         """Whether the step belongs inside a graph, in a FULL descriptor or in a PIECEWISE one."""
@@ -69,11 +69,16 @@ class BoundPlan(Protocol):
         """Run everything now; returns the user's output structure."""
         ...
 
-    def run_steps(self, inputs: Sequence[Any], runner: StepRunner, *, joined: bool = False) -> list[Any]:
+    def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
         """Walk the steps in order, calling `runner(step, arguments)` for each, dropping every value after its last use; returns the flat
-        outputs (tensors and ints) of the graph. `joined`: calls that may be one kernel stay one break, where `steps` has them apart."""
+        outputs (tensors and ints) of the graph."""
         ...
 
     def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """Rebuild the user's output structure from flat outputs (and the inputs, for outputs that are inputs)."""
         ...
+
+
+def call_steps(plan: BoundPlan, *inputs: Any) -> Any:
+    """Run a plan step by step, as graphs see it; returns the user's output structure."""
+    return plan.restore(plan.run_steps(inputs, call_step), inputs)

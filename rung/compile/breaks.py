@@ -44,18 +44,24 @@ def break_capture(step: Step) -> Capture:
 
 
 def attention_of(step: Step) -> Callable[[Sequence[Any]], AttentionCall] | None:
-    """For a break that is one call of our attention and returns nothing: a function from the break's inputs to the call."""
-    if len(step.calls) != 1 or step.outputs or step.calls[0].target.partition(".")[0] != ATTENTION:
+    """For a break that is one call of our attention, alone or behind the rotation that it is joined with, and returns nothing: a function
+    from the break's inputs to the call. What orders it behind that rotation is no input."""
+    targets = [call.target.partition(".")[0] for call in step.calls]
+    if targets not in ([ATTENTION], [ROTATE, ATTENTION]) or step.outputs:
         return None
-    (call,) = step.calls
-    place = {number: index for index, number in enumerate(step.inputs)}
+    *before, call = step.calls
+    place: dict[int, int | None] = {number: index for index, number in enumerate(step.inputs)}
+    place |= dict.fromkeys(number for rotate in before for number in rotate.outputs)
     arguments = (*call.args, *call.kwargs.values())
     if not all(isinstance(value, dict) and ("constant" in value or value.get("value") in place) for value in arguments):
         return None
 
     def bind(inputs: Sequence[Any]) -> AttentionCall:
         def of(value: Any) -> Any:
-            return inputs[place[value["value"]]] if "value" in value else value["constant"]
+            if "value" not in value:
+                return value["constant"]
+            index = place[value["value"]]
+            return None if index is None else inputs[index]
 
         return AttentionCall(*map(of, call.args), **{name: of(value) for name, value in call.kwargs.items()})
 

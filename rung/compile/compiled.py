@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rung import torch_compat
-from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner, call_step, gpu_or_first, profiled_step
+from rung.compile.bound import BoundStep, Capture, StepCall, StepRunner, call_step, call_steps, gpu_or_first, profiled_step
 from rung.compile.breaks import attention_of, break_call, break_capture, parts
 from rung.compile.fake_kernels import FakeOutput, checking
 from rung.compile.generated import Source
@@ -51,7 +51,7 @@ class CompiledFunction:
         self.arguments = sorted(arguments, key=lambda n: order.get(self.plan.inputs[n], n))
         calls = [self._call_of(step) for step in self.plan.steps]
         self.steps: tuple[BoundStep, ...] = tuple(self._bound(step) for step in self._walk)
-        self._joined_steps = tuple(self._bound(step) for step in self._joined_walk)
+        self.joined_steps = tuple(self._bound(step) for step in self._joined_walk)
         self.source: Source = stitch(self.plan, calls, self.weights, self.arguments)
         self.stitched = self.source.build("stitched")
         self._restore: Callable[..., Any] = restorer(self.plan, self.arguments, self.weights).build("restore")
@@ -85,6 +85,11 @@ class CompiledFunction:
         return self._breaks[step.name, len(step.calls)] if step.piece is None else self._pieces[step.piece]
 
     @property
+    def joined(self) -> JoinedPlan:
+        """The same function for walks that leave together what may be one kernel."""
+        return JoinedPlan(self)
+
+    @property
     def input_names(self) -> tuple[str, ...]:
         """Names of the tensors that `__call__` takes, in order."""
         return tuple(self.plan.inputs[number].dotted() for number in self.arguments)
@@ -109,10 +114,10 @@ class CompiledFunction:
         return self._restore(flat, inputs)
 
     def run_steps(self, inputs: Sequence[Any], runner: StepRunner, *, joined: bool = False) -> list[Any]:
-        """See `BoundPlan.run_steps`."""
+        """See `BoundPlan.run_steps`. `joined`: as `JoinedPlan`."""
         if self._by_size is not None and (variant := self._by_size.find(inputs)) is not None:
             return variant.run_steps(inputs, runner, joined=joined)
-        walk, steps, last = (self._joined_walk, self._joined_steps, self._joined_last) if joined else (self._walk, self.steps, self._last)
+        walk, steps, last = (self._joined_walk, self.joined_steps, self._joined_last) if joined else (self._walk, self.steps, self._last)
         if self._unchecked:
             runner = checking(runner, self._fakes(walk), self._sizes(inputs))
         values: dict[int, Any] = dict(self.weights) | dict(zip(self.arguments, inputs, strict=True))
@@ -138,6 +143,26 @@ class CompiledFunction:
         specs = dict(self.plan.tensors)
         given = [(specs[path], value) for n, value in zip(self.arguments, inputs, strict=True) if (path := self.plan.inputs[n]) in specs]
         return {name: value.shape[dim] for spec, value in given for dim, name in enumerate(spec.shape) if isinstance(name, str)}
+
+
+class JoinedPlan:
+    """A compiled function in whose walk calls that may be one kernel are one break; its own has them apart. Implements `BoundPlan`."""
+
+    def __init__(self, function: CompiledFunction) -> None:
+        self._function = function
+
+    @property
+    def steps(self) -> Sequence[BoundStep]:
+        return self._function.joined_steps
+
+    def __call__(self, *inputs: Any) -> Any:
+        return call_steps(self, *inputs)
+
+    def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
+        return self._function.run_steps(inputs, runner, joined=True)
+
+    def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        return self._function.restore(flat, inputs)
 
 
 class BySize:

@@ -98,7 +98,7 @@ class _Watched:
     def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:
         return self._plan.restore(flat, inputs)
 
-    def run_steps(self, inputs: Sequence[Any], runner: StepRunner, *, joined: bool = False) -> list[Any]:
+    def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
         self.results.clear()
 
         def watched(step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
@@ -107,7 +107,7 @@ class _Watched:
             self.results.append((step.name, [*outputs, *given]))
             return outputs
 
-        return self._plan.run_steps(inputs, watched, joined=joined)
+        return self._plan.run_steps(inputs, watched)
 
     def run_now(self, inputs: Sequence[Any]) -> None:
         """Run without graphs, noting what breaks write into."""

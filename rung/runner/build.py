@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from rung import torch_compat
 from rung.attention import AttentionBackend, AttentionSpec, CaptureSupport, attention_layers
 from rung.attention.select import select_backend
+from rung.compile.bound import BoundPlan, call_steps
 from rung.compile.compiled import CompiledFunction
 from rung.compile.entry import Entry
 from rung.compile.report import CompileReport
@@ -42,6 +44,7 @@ from rung.runner.ops import default_ops
 from rung.runner.profile import PROFILE_BLOCKS, needs_profile, profile_memory
 from rung.runner.rehearsal import rehearse
 from rung.runner.scheduler import Scheduler
+from rung.runner.step_plan import step_plan
 from rung.runner.step_trace import open_step_trace, planned_descriptors, recorded_steps
 from rung.runner.text import Tokenizer
 
@@ -96,6 +99,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
     trace = open_step_trace(config, attention.support)
     forward: Forward = EagerForward(module, counters)
     call: Callable[..., Any] = module
+    walk: Callable[..., Any] = module
     options: dict[str, Any] = {"batch_invariant": True} if config.batch_invariant else {}
     if not config.eager:
         with start.phase("compile"):
@@ -103,7 +107,9 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
         if device.type == "cuda" and start.compile.source == "compiled" and start.kernel_launches == "prebound":
             build_kernels(module, compiled, config, device, start, counters)
         addresses = _addresses(compiled, module, config)
-        forward, call = _graph_forward(compiled, module, config, attention.support, device, counters, addresses, steps), compiled
+        plan = step_plan(compiled, map(attention.make, attention.types), planned_descriptors(config, attention.support), dtype, device)
+        forward = _graph_forward(compiled, plan, module, config, attention.support, device, counters, addresses, steps)
+        call, walk = compiled, partial(call_steps, plan)
     elif config.graphs != "none":
         raise ConfigError("graphs need a compiled model, and eager=True asks for none", hint='use graphs="none", or eager=False')
     with start.phase("allocate"):
@@ -122,7 +128,7 @@ def build_runner(module: nn.Module, config: RunnerConfig, *, counters: Counters 
             vocab_size=getattr(getattr(module, "config", None), "vocab_size", None),
         )
     with start.phase("load kernels"):
-        rehearse(runner, call)
+        rehearse(runner, walk)
     if profiled:
         with start.phase("profile"):
             start.memory = profile_memory(runner, call)
@@ -202,6 +208,7 @@ def compile_example(
 
 def _graph_forward(
     compiled: CompiledFunction,
+    plan: BoundPlan,
     module: Any,
     config: RunnerConfig,
     support: CaptureSupport,
@@ -212,12 +219,13 @@ def _graph_forward(
 ) -> GraphForward:
     mode = ConfiguredMode(config.graphs)
     return GraphForward(
-        compiled,
+        plan,
         make_backend(device),
         planned_descriptors(config, support),
         config,
         vocab_size=module.config.vocab_size,
         device=device,
+        joined=compiled.joined,
         resolved=resolve_mode(mode, support, max(config.decode_query_lens), host_breaks=has_host_breaks(compiled)),
         addresses=addresses,
         counters=counters,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rung.compile.bound import BoundPlan, BoundStep, StepRunner, call_step
+from rung.compile.bound import BoundPlan, BoundStep, StepRunner, call_steps
 from rung.runner.block_table import BlockTable
 from rung.runner.inputs import InputBuffers
 from rung.runner.ops.base import StepOps
@@ -130,12 +130,11 @@ class DecodePlan:
         return (self._inputs, *self._model.steps, self._sample)
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.restore(self.run_steps(inputs, call_step), inputs)
+        return call_steps(self, *inputs)
 
-    def run_steps(self, inputs: Sequence[Any], runner: StepRunner, *, joined: bool = False) -> list[Any]:
-        del joined  # always: the graph holds everything
+    def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
         runner(self._inputs, [inputs[0]])
-        flat = self._model.run_steps(inputs, runner, joined=True)
+        flat = self._model.run_steps(inputs, runner)
         return list(runner(self._sample, [self._model.restore(flat, inputs)]))
 
     def restore(self, flat: Sequence[Any], inputs: Sequence[Any]) -> Any:

@@ -45,8 +45,9 @@ class GraphForward(Forward):
     """FULL replays with everything in place; PIECEWISE replays inside the forward context, for the breaks; NONE runs the plan.
 
     `plan` takes (input_ids, positions) and returns hidden states. `addresses`: what the graphs read besides their inputs; `steps`: what
-    they are for, which a memory budget asks. The input buffers belong to this forward, the runner fills them. The hidden states are
-    borrowed from the graphs until the next step."""
+    they are for, which a memory budget asks. `joined`: what decode graphs hold of the model, where that is another walk than `plan` (see
+    `step_plan`). The input buffers belong to this forward, the runner fills them. The hidden states are borrowed from the graphs until the
+    next step."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class GraphForward(Forward):
         *,
         vocab_size: int,
         device: torch.device | str,
+        joined: BoundPlan | None = None,
         resolved: ResolvedMode | None = None,
         addresses: Addresses | None = None,
         counters: Counters | None = None,
@@ -70,6 +72,7 @@ class GraphForward(Forward):
             BufferSpec(name="positions", shape=(DIM,), dtype=torch.int64, valid=(0, config.max_model_len)), capacity=capacity, device=device
         )
         self._plan = plan
+        self._joined = plan if joined is None else joined
         self._prepare: Prepare = nothing_to_prepare
         self._watched: Watched = tuple  # the runner's, once there is one
         if addresses is not None:
@@ -147,7 +150,7 @@ class GraphForward(Forward):
         self.manager.recapture()
 
     def bind_decode(self, decode: DecodeStep) -> None:
-        self._decode_plan = DecodePlan(self._plan, decode)
+        self._decode_plan = DecodePlan(self._joined, decode)
 
     def advances(self, dispatch: Dispatch) -> bool:
         return self._decode_plan is not None and is_decode_graph(dispatch.descriptor)

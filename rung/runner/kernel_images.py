@@ -18,6 +18,7 @@ from rung import torch_compat
 from rung.attention import BatchBounds
 from rung.attention.backends.launch_plan import kernel_of
 from rung.attention.backends.triton_paged import TritonPaged, zero_padded_rows_triton
+from rung.compile.bound import call_steps
 from rung.compile.compiled import CompiledFunction
 from rung.counters import Counters
 from rung.graphs import Descriptor, Dispatch
@@ -30,6 +31,7 @@ from rung.runner.model_runner import ModelRunner
 from rung.runner.ops import default_ops
 from rung.runner.profile import PROFILE_BLOCKS
 from rung.runner.rehearsal import rehearse
+from rung.runner.step_plan import step_plan
 from rung.runner.step_trace import planned_descriptors
 from rung.runner.transfer import HostToDevice
 
@@ -88,9 +90,10 @@ def _rehearse(module: nn.Module, compiled: CompiledFunction, config: RunnerConfi
         num_blocks=PROFILE_BLOCKS,
         transfer=NoTransfer(device),
     )
-    rehearse(runner, compiled)
-    decode = DecodePlan(compiled, runner.decode)
     descriptors = planned_descriptors(config, TritonPaged.capture_support)
+    backends = [layer.backend for layer in runner.layers.values() if layer.backend is not None]
+    rehearse(runner, partial(call_steps, step_plan(compiled, backends, descriptors, runner.dtype, device)))
+    decode = DecodePlan(compiled.joined, runner.decode)
     decodes = [found for found in descriptors if is_decode_graph(found)]
     for descriptor in _decode_graphs(runner, decodes):
         rows = descriptor.num_tokens

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rung.attention import AttentionMetadata, AttentionSpec, KVCache, Rotation, layer
+from rung.attention import AttentionMetadata, AttentionSpec, KVCache, Rotation
 from rung.attention.backends import decode_attention, triton_paged
 from rung.attention.backends.decode_attention import (
     DECODE_LENGTHS,
@@ -22,9 +22,9 @@ from rung.attention.backends.decode_attention import (
 )
 from rung.attention.backends.decode_kernel import decode_attention_kernel
 from rung.attention.backends.flash_triton import FlashTriton
-from rung.attention.backends.launch_plan import KEYS_A_SPLIT
+from rung.attention.backends.launch_plan import KEYS_A_SPLIT, invariant_launch
 from rung.attention.backends.triton_paged import TritonPaged
-from rung.attention.base import answers_for
+from rung.attention.base import JOINED, answers_for
 from rung.launch import rehearse_launches, why_no_nvrtc
 from rung.launch.cuda_source import _compile
 from tests.attention.cases import make_spec
@@ -38,7 +38,14 @@ _SHARED = 227 << 10
 def constants(spec: AttentionSpec, launch: DecodeLaunch, *, e4m3: bool = False, rotated: bool = False, **others: Any) -> dict[str, Any]:
     group = spec.num_heads // spec.num_kv_heads
     found = {"GROUP": group, "HEAD_SIZE": spec.head_size, "BLOCK_SIZE": 16, "E4M3": e4m3, "FP16": False, "WINDOW": 0, "SOFT_CAP": False}
-    found |= {"OUT_SCALED": False, "WARPS": launch.warps, "BLOCKS": launch.blocks, "SLOTS": launch.slots, "PROGRAMMATIC": True}
+    found |= {
+        "OUT_SCALED": False,
+        "WARPS": launch.warps,
+        "BLOCKS": launch.blocks,
+        "SLOTS": launch.slots,
+        "PROGRAMMATIC": True,
+        "SETTLED": False,
+    }
     return found | {"ROTATED": spec.head_size // 2 if rotated else 0, "WIDE": False, "NORM": False} | others
 
 
@@ -158,13 +165,13 @@ def metadata(**change: Any) -> AttentionMetadata:
     ("backend", "change", "launches"),
     [
         (TritonPaged, {}, ["decode_attention_kernel"]),
-        (TritonPaged, {"settled": False}, []),
+        (TritonPaged, {"settled": False}, ["decode_attention_kernel"]),
         (TritonPaged, {"max_query_len": 2}, []),
         (TritonPaged, {"num_requests": 0}, []),
         (lambda spec: TritonPaged(spec, batch_invariant=True), {}, []),
     ],
 )
-def test_a_rotation_is_joined_for_settled_decodes(
+def test_a_rotation_is_joined_for_decodes(
     monkeypatch: pytest.MonkeyPatch, backend: Callable[[AttentionSpec], TritonPaged], change: dict[str, Any], launches: list[str]
 ) -> None:
     monkeypatch.setattr(triton_paged, "multiprocessors", lambda device: 132)
@@ -175,26 +182,45 @@ def test_a_rotation_is_joined_for_settled_decodes(
     assert [launcher.name for launcher, _, _ in rehearsal.wanted.values()] == launches
     for _, specialisation, options in rehearsal.wanted.values():
         assert (specialisation.constants["ROTATED"], specialisation.constants["GROUP"]) == (64, 4)
+        assert specialisation.constants["SETTLED"] == where.settled
         assert options["launch_pdl"]
 
 
 def test_backends_of_ours_are_asked_for_both() -> None:
-    assert all(answers_for(backend, "rotate_and_attend", layer._JOINED) for backend in (TritonPaged, FlashTriton))
+    assert all(answers_for(backend, "rotate_and_attend", JOINED) for backend in (TritonPaged, FlashTriton))
+
+
+@pytest.mark.parametrize("backend", [TritonPaged, FlashTriton])
+def test_a_rotation_is_left_to_attention_where_the_kernel_takes_the_layer(
+    backend: type[TritonPaged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(decode_attention, "why_no_nvrtc", lambda: None)
+    monkeypatch.setattr(triton_paged, "why_not_decode_layer", why_not_decode_layer.__wrapped__)
+    monkeypatch.setattr(decode_attention.DECODE, "road", "prebound", raising=False)
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+
+    def joins(spec: AttentionSpec, dtype: torch.dtype = dtype, **options: Any) -> bool:
+        one = backend.__new__(backend)  # no library is here
+        TritonPaged.__init__(one, spec, **options)
+        return one.joins_rotation(dtype, device)
+
+    assert joins(make_spec(8, 2, 128))
+    assert not joins(make_spec(8, 2, 80))
+    assert not joins(make_spec(8, 2, 128), torch.float32)
+    assert not joins(make_spec(8, 2, 128), batch_invariant=True)
+    assert not joins(make_spec(8, 2, 128), launch=invariant_launch(make_spec(8, 2, 128), 2))
 
 
 @pytest.mark.skipif(why_no_nvrtc() is not None, reason="needs NVRTC")
-@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize(("rotated", "settled"), [(False, False), (True, False), (True, True)], ids=["apart", "joined", "settled"])
 @pytest.mark.parametrize("e4m3", [False, True])
 @pytest.mark.parametrize("spec", [LLAMA_8B, SMALL], ids=["8b", "135m"])
-def test_it_compiles(spec: AttentionSpec, e4m3: bool, rotated: bool) -> None:
+def test_it_compiles(spec: AttentionSpec, e4m3: bool, rotated: bool, settled: bool) -> None:
     launches = {plan_decode(spec, batch, length, kept_size=1 if e4m3 else 2) for batch in (1, 8, 64, 256) for length in (512, 8192)}
     for launch in launches:
-        source = decode_attention_kernel.source(constants(spec, launch, e4m3=e4m3, rotated=rotated))
+        source = decode_attention_kernel.source(constants(spec, launch, e4m3=e4m3, rotated=rotated, SETTLED=settled))
         assert len(_compile(decode_attention_kernel.name, source, 90)) > 1000
-    more = constants(
-        replace(spec, sliding_window=100), launch, e4m3=e4m3, rotated=rotated, WINDOW=100, SOFT_CAP=True, FP16=True, NORM=rotated
-    )
-    assert (
-        len(_compile(decode_attention_kernel.name, decode_attention_kernel.source({**more, "OUT_SCALED": True, "WIDE": rotated}), 90))
-        > 1000
-    )
+    others = {"WINDOW": 100, "SOFT_CAP": True, "FP16": True, "OUT_SCALED": True, "WIDE": rotated, "NORM": rotated, "SETTLED": settled}
+    more = constants(replace(spec, sliding_window=100), launch, e4m3=e4m3, rotated=rotated, **others)
+    assert len(_compile(decode_attention_kernel.name, decode_attention_kernel.source(more), 90)) > 1000

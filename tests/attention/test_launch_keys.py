@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from rung.attention import Attention, AttentionBackend, AttentionCall, AttentionMetadata, AttentionSpec, HostMetadata, KVCache, LaunchKeys
-from rung.attention.backends import decode_attention, triton_paged
+from rung.attention.backends import decode_attention, rotary_write, triton_paged
 from rung.attention.backends.flash_triton import FlashTriton
 from rung.attention.backends.launch_plan import Launch
 from rung.attention.backends.torch_reference import TorchReference
 from rung.attention.backends.triton_paged import TritonPaged
-from rung.context import ForwardContext
+from rung.attention.layer import rotate_and_attend
+from rung.context import ForwardContext, set_forward_context
 from rung.launch import TritonLauncher
 
 MOST_REQUESTS, BLOCKS = 16, 1024
@@ -34,7 +35,8 @@ class Launches:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[Any] = []
-        for launcher in (one for one in (*vars(triton_paged).values(), decode_attention.DECODE) if isinstance(one, TritonLauncher)):
+        ours = (*vars(triton_paged).values(), decode_attention.DECODE, rotary_write.ROTATE_AND_WRITE)
+        for launcher in (one for one in ours if isinstance(one, TritonLauncher)):
             patch.setattr(launcher, "run", self._run(launcher.name))
         patch.setattr(triton_paged, "multiprocessors", lambda device: 132)
         patch.setattr(triton_paged, "workspace", lambda shape, dtype, device: torch.Size(shape))
@@ -126,6 +128,51 @@ def test_equal_keys_are_equal_launches(
         found[keys.now(context_of(layer, metadata))].append(seen)
     assert max(map(len, found.values())) > 10
     assert all(seen == group[0] for group in found.values() for seen in group)
+
+
+@pytest.mark.parametrize("kind", ["plain", "invariant", "cuda"])
+@pytest.mark.parametrize("num_tokens", [1, 7, 16])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_equal_keys_are_equal_launches_of_a_break_that_rotates_too(
+    spec: AttentionSpec, num_tokens: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settled batches and those with fewer slots than rows among them. Where one kernel does both, decodes are that one."""
+    monkeypatch.setattr(decode_attention, "why_not_decode_layer", lambda *layer: None if kind == "cuda" else "another device")
+    launches, rng, batches = Launches(monkeypatch), random.Random(num_tokens), Batches(num_tokens)
+    call, layer = one_layer(TritonPaged(spec, batch_invariant=kind == "invariant"), spec, num_tokens, False)
+    angles = torch.zeros(num_tokens, 1, spec.head_size // 2)
+    rotated = torch.zeros_like(call.query)
+    found: dict[Any, list[Any]] = defaultdict(list)
+    for _ in range(400):
+        metadata = batches.draw(rng)
+        slots = metadata.slot_mapping[: rng.choice((num_tokens, num_tokens, metadata.num_requests))]
+        metadata = replace(metadata, settled=rng.random() < 0.3, slot_mapping=slots)
+        context = context_of(layer, metadata)
+        keys = LaunchKeys.of([call], context)
+        assert keys is not None
+        with launches.of() as seen, set_forward_context(context):
+            rotate_and_attend(
+                call.query, call.key, call.value, rotated, angles, angles, "layer", given=(call.key, call.value), out=call.out
+            )
+        assert [name for name, *_ in seen].count("rotate_and_write_kernel") in (0, 1)
+        if kind == "cuda" and metadata.max_query_len == 1 and len(slots) == num_tokens:
+            assert [name for name, *_ in seen] == ["decode_attention_kernel"]
+        found[keys.now(context)].append(seen)
+    assert max(map(len, found.values())) > 5
+    assert all(seen == group[0] for group in found.values() for seen in group)
+
+
+def test_who_overrides_the_rotation_answers_anew() -> None:
+    class Newer(TritonPaged):
+        def rotate_and_write(self, *arguments: Any) -> None:
+            super().rotate_and_write(*arguments)
+
+    spec, batches = SPECS["plain"], Batches(4)
+    call, layer = one_layer(Newer(spec), spec, 4, False)
+    context = context_of(layer, batches.draw(random.Random(0)))
+    keys = LaunchKeys.of([call], context)
+    assert keys is not None
+    assert keys.now(context) == (None,)
 
 
 def test_a_longest_request_that_grows_seldom_changes_a_key() -> None:

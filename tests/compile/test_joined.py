@@ -13,7 +13,7 @@ import rung
 from rung.attention import Attention, AttentionMetadata, AttentionSpec, KVCache, Rotation
 from rung.attention.backends.torch_reference import TorchReference
 from rung.compile.bound import BoundStep, Capture
-from rung.compile.breaks import break_call, break_capture, parts
+from rung.compile.breaks import attention_of, break_call, break_capture, parts
 from rung.compile.joined import joined_pairs
 from rung.compile.plan import OpCall, Step
 from rung.context import ForwardContext, set_forward_context
@@ -38,6 +38,18 @@ def test_a_rotation_in_front_of_its_attention() -> None:
     (part,) = parts(step, {0})
     assert (part, break_capture(part)) == (step, Capture.FULL)
     assert len(parts(step)) == 2
+
+
+def test_what_is_joined_is_bound_as_its_attention() -> None:
+    """What orders it behind the rotation is made inside, so there is nothing to be given."""
+    (part,) = parts(rotated_attention(), {0})
+    bind = attention_of(part)
+    assert bind is not None
+    given = [torch.tensor(float(number)) for number in range(7)]
+    call = bind(given)
+    assert [one.item() for one in (call.query, call.key, call.value, call.out)] == [3, 1, 2, 6]
+    assert (call.layer, call.written) == ("layer", None)
+    assert attention_of(rotated_attention(outputs=(3,))) is None
 
 
 @pytest.mark.parametrize("outputs", [(3,), (7,)])

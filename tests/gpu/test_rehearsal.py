@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rung.attention.backends import rotary_write, triton_paged
+from rung.attention.backends import decode_attention, rotary_write, triton_paged
 from rung.cache import use_store
 from rung.launch import TritonLauncher, launch_road
 from rung.models import random_model
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or launch_road() != "prebound", reason="needs a CUDA device and prebound launches"),
 ]
-MODULES = (triton_decode, triton_ops, triton_sample, rotary_write, triton_paged, launches)
+MODULES = (triton_decode, triton_ops, triton_sample, rotary_write, triton_paged, decode_attention, launches)
 
 
 def loaded() -> dict[str, int]:
@@ -34,7 +34,7 @@ def loaded() -> dict[str, int]:
     return {launcher.name: len(launcher.loaded) for launcher in found}
 
 
-@pytest.mark.parametrize("graphs", ["none", "full_and_piecewise"])
+@pytest.mark.parametrize("graphs", ["none", "piecewise", "full_and_piecewise"])
 def test_steps_load_nothing_after_the_start(graphs: str, tmp_path: Path) -> None:
     config = RunnerConfig(max_num_requests=8, max_num_tokens=300, max_model_len=512, num_blocks=300, graphs=graphs)  # type: ignore[arg-type]
     with use_store(root=tmp_path, bases=()):

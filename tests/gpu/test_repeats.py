@@ -4,12 +4,16 @@ requests that come, go and are preempted."""
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from rung.runner import RunnerConfig, SamplingParams, build_engine
+from rung.runner.config import Mode
 from rung.runner.graph_forward import GraphForward
 from tests.gpu.sync_debug import no_waiting
 from tests.gpu.test_kv_groups import SMALL, small_model
@@ -17,7 +21,7 @@ from tests.gpu.test_kv_groups import SMALL, small_model
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def both_ways(**options: Any) -> tuple[list[Any], list[Any], dict[str, int]]:
+def both_ways(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[list[Any], list[Any], dict[str, int]]:
     """What requests get from one engine with the Python of every break, then with launches alone, and the counts of the second run."""
     config = RunnerConfig(
         max_num_requests=8,
@@ -29,7 +33,7 @@ def both_ways(**options: Any) -> tuple[list[Any], list[Any], dict[str, int]]:
         prefix_cache=False,
         **options,
     )
-    engine, runner, _ = build_engine(small_model(), config)
+    engine, runner, _ = build_engine(small_model().to(dtype), config)
     assert isinstance(runner.forward, GraphForward)
     manager = runner.forward.manager
     programs = [manager.program(descriptor) for descriptor in manager.captured]
@@ -58,7 +62,9 @@ def both_ways(**options: Any) -> tuple[list[Any], list[Any], dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"kv_cache_dtype": "fp8"}, {"num_blocks": 60}], ids=["plain", "an e4m3 cache", "blocks for a few requests"]
+    "options",
+    [{}, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}, {"num_blocks": 60}],
+    ids=["plain", "joined", "joined, an e4m3 cache", "an e4m3 cache", "blocks for a few requests"],
 )
 def test_tokens_and_their_probabilities_are_bit_equal(options: dict[str, Any]) -> None:
     plain, found, counted = both_ways(attention_backend="triton_paged", **options)
@@ -86,3 +92,46 @@ def test_a_repeated_step_does_not_wait_for_the_device() -> None:
         runner.execute_model(engine.scheduler.schedule())
     runner.sample_tokens()
     engine.executor.shutdown()
+
+
+def kernels_of(step: Callable[[], Any]) -> Counter[str]:
+    """Kernels of attention that a step runs, by name."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        step()
+        torch.cuda.synchronize()
+    names = [event.name for event in recorded.events() if event.device_type == DeviceType.CUDA]
+    return Counter(name for name in names if "rotate" in name or "attention" in name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for 9.0")
+@pytest.mark.parametrize("backend", ["triton_paged", "auto"])
+def test_a_piecewise_decode_rotates_in_the_kernel_that_attends(backend: str) -> None:
+    """Once a layer, in the step that is written down and in those that repeat it; a mixed batch runs two kernels."""
+    config = RunnerConfig(max_num_requests=4, max_num_tokens=64, max_model_len=320, graphs="piecewise", attention_backend=backend)
+    engine, _, _ = build_engine(small_model().bfloat16(), config)
+    for first in range(3):
+        engine.add_request([first, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    for _ in range(2):
+        assert kernels_of(engine.step) == {"decode_attention_kernel": SMALL.num_layers}
+    engine.add_request(list(range(20)), SamplingParams(max_tokens=60, ignore_eos=True))
+    found = kernels_of(engine.step)
+    assert found["rotate_and_write_kernel"] == SMALL.num_layers
+    assert "decode_attention_kernel" not in found
+    engine.executor.shutdown()
+
+
+def greedy(graphs: Mode, **options: Any) -> list[list[int]]:
+    config = RunnerConfig(max_num_requests=4, max_num_tokens=64, max_model_len=320, graphs=graphs, capture_sizes=(1, 2, 4, 64), **options)
+    engine, _, _ = build_engine(small_model().bfloat16(), config)
+    prompts = [[first, *range(2, 9 * first + 3)] for first in range(1, 6)]
+    completions = engine.generate(prompts, SamplingParams(max_tokens=80, ignore_eos=True, temperature=0.0))
+    engine.executor.shutdown()
+    return [list(one.token_ids) for one in completions]
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}], ids=["plain", "an e4m3 cache"])
+def test_piecewise_decodes_give_the_tokens_of_full_ones(options: dict[str, Any]) -> None:
+    assert greedy("piecewise", **options) == greedy("full_and_piecewise", **options)

@@ -24,6 +24,7 @@ SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_size=4, scale=1.0)
 ROWS = 4
 SIZE = Descriptor(mode=GraphMode.PIECEWISE, num_tokens=ROWS)
 LAYERS = ("one", "two")
+SLOTS = torch.zeros(ROWS, dtype=torch.int64)
 
 
 class _Kernels:
@@ -96,7 +97,7 @@ class Steps:
             query_start_loc=torch.arange(ROWS + 1, dtype=torch.int32),
             seq_lens=torch.arange(1, ROWS + 1, dtype=torch.int32),
             block_table=torch.zeros(ROWS, 1, dtype=torch.int32),
-            slot_mapping=torch.zeros(ROWS, dtype=torch.int64),
+            slot_mapping=SLOTS,
             num_requests=ROWS,
             num_actual_tokens=ROWS,
             max_query_len=1,
@@ -182,6 +183,8 @@ def test_a_step_like_an_earlier_one_runs_no_python_of_the_backend() -> None:
         {"slot_mapping": torch.ones(ROWS, dtype=torch.int64)},
         {"query_start_loc": torch.zeros(ROWS + 1, dtype=torch.int32)},
         {"may_pad": False},
+        {"settled": True},
+        {"slot_mapping": SLOTS[:-1]},
     ],
     ids=lambda changes: next(iter(changes)),
 )

@@ -27,7 +27,7 @@ class ToyPlan:
     def steps(self) -> Sequence[BoundStep]:
         return [step for step, _, _ in self.walk]
 
-    def run_steps(self, inputs: Sequence[Any], runner: StepRunner, *, joined: bool = False) -> list[Any]:
+    def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
         values = dict(zip(self.inputs, inputs, strict=True))
         for position, (step, needs, makes) in enumerate(self.walk):
             arguments = [values[name] for name in needs]

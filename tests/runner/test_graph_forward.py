@@ -88,7 +88,7 @@ class HandPlan:
         q, k, v = (part.contiguous() for part in qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1))
         return [q, k, v, torch.empty_like(q)]
 
-    def run_steps(self, inputs: Sequence[Any], runner: StepRunner, *, joined: bool = False) -> list[Any]:
+    def run_steps(self, inputs: Sequence[Any], runner: StepRunner) -> list[Any]:
         x, *qkv = runner(self.steps[0], list(inputs))
         for attend, after in zip(self.steps[1::2], self.steps[2::2], strict=True):
             runner(attend, list(qkv))

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from rung import torch_compat
-from rung.attention import CaptureSupport, attention_layers
+from rung.attention import SPLIT_OPS, CaptureSupport, attention_layers
+from rung.attention.backends import decode_attention, triton_paged
 from rung.attention.backends.decode_attention import plan_decode
 from rung.attention.backends.torch_reference import TorchReference
 from rung.context import get_forward_context
@@ -18,12 +19,16 @@ from rung.graphs import Descriptor, Dispatch
 from rung.launch import Built, rehearse_launches
 from rung.models.build import empty_model
 from rung.models.config import LlamaConfig
-from rung.runner import RunnerConfig, StartUp, build
+from rung.passes.kernels import support
+from rung.runner import RunnerConfig, StartUp, build, kernel_images
+from rung.runner.config import Mode
 from rung.runner.graph_forward import is_decode_graph
 from rung.runner.kernel_images import NoTransfer, _Captured, _decode_graphs, shadow_of
 from rung.runner.model_runner import ModelRunner
-from rung.runner.ops import TorchStepOps
+from rung.runner.ops import TorchStepOps, TritonStepOps
+from rung.runner.rehearsal import padded_decodes
 from rung.runner.step_trace import planned_descriptors
+from tests.compile.cases import uncompiled
 
 CONFIG = LlamaConfig(
     vocab_size=320,
@@ -86,6 +91,32 @@ def test_decode_graphs_are_rehearsed_as_they_are_captured(module: nn.Module) -> 
                 (metadata,) = {id(one): one for one in get_forward_context().attention_metadata.values()}.values()
             settled.setdefault(is_decode_graph(descriptor), set()).add((metadata.settled, metadata.may_pad))
     assert settled == {True: {(True, False)}, False: {(False, True)}}
+
+
+@pytest.mark.parametrize(("graphs", "kinds"), [("piecewise", {(32, False)}), ("full_and_piecewise", {(0, False), (32, True)})])
+def test_decodes_are_rehearsed_with_the_rotation_where_they_are_piecewise(
+    graphs: Mode, kinds: set[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs that are rotated inside, and whether what else it reads is settled: of every kernel for decodes that is built ahead."""
+    for owner in (decode_attention, triton_paged):
+        monkeypatch.setattr(owner, "why_not_decode_layer", lambda *layer: None)
+    monkeypatch.setattr(triton_paged, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernel_images, "default_ops", lambda device, **options: (TritonStepOps(), "a test"))
+    monkeypatch.setattr(support, "_why_not_device", lambda device: None)
+    model = empty_model(CONFIG, torch.bfloat16, "meta")
+    config = RunnerConfig(max_num_requests=6, max_num_tokens=16, max_model_len=512, graphs=graphs, capture_sizes=(1, 8))
+    example, rows = build.example_inputs(torch.device("meta")), {0: "rows"}
+    compiled, _ = uncompiled(model.forward, **example, dynamic=dict.fromkeys(example, rows), split_ops=SPLIT_OPS)
+    with torch.no_grad(), rehearse_launches(90) as rehearsal:
+        kernel_images._rehearse(model, compiled, config)
+    found = [one.constants for launcher, one, _ in rehearsal.wanted.values() if launcher.name == "decode_attention_kernel"]
+    assert {(constants["ROTATED"], constants["SETTLED"]) for constants in found} == kinds
+    most = padded_decodes(config)
+    (spec,) = {layer.spec for layer in attention_layers(model).values()}
+    plans = {plan_decode(spec, rows, 512, kept_size=2) for rows in range(1, most + 1)}
+    for kind in kinds - {(32, True)}:  # of graphs, which are for the longest request alone
+        built = {(c["WARPS"], c["BLOCKS"], c["SLOTS"]) for c in found if (c["ROTATED"], c["SETTLED"]) == kind}
+        assert built >= {(plan.warps, plan.blocks, plan.slots) for plan in plans}
 
 
 def test_every_launch_of_decode_graphs_is_rehearsed(module: nn.Module) -> None:

@@ -127,7 +127,8 @@ def decode_attention(
     programmatic: bool = True,
 ) -> None:
     """query and out [num_tokens, num_heads, head_size], one token a request at most; out e4m3 with `out_scale` [1], float32. With `fresh`
-    the query comes as the projection made it, and this step's keys and values are written to the cache."""
+    the query comes as the projection made it, and this step's keys and values are written to the cache; where the metadata is settled too,
+    the kernel begins while the projection still runs."""
     block, slot, head, _ = cache_strides(cache)
     table = metadata.block_table
     rotation = None if fresh is None else fresh.rotation
@@ -141,7 +142,8 @@ def decode_attention(
         GROUP=spec.num_heads // spec.num_kv_heads, HEAD_SIZE=spec.head_size, BLOCK_SIZE=cache.block_size, E4M3=cache.is_fp8,
         FP16=query.dtype == torch.float16, WINDOW=spec.sliding_window or 0, SOFT_CAP=spec.soft_cap is not None,
         OUT_SCALED=out_scale is not None, WARPS=launch.warps, BLOCKS=launch.blocks, SLOTS=launch.slots, PROGRAMMATIC=programmatic,
-        ROTATED=0 if rotation is None else rotation.cos.shape[-1], WIDE=rotation is not None and rotation.cos.dtype == torch.float32,
+        SETTLED=fresh is not None and metadata.settled, ROTATED=0 if rotation is None else rotation.cos.shape[-1],
+        WIDE=rotation is not None and rotation.cos.dtype == torch.float32,
         NORM=rotation is not None and rotation.query_weight is not None,
         num_warps=launch.warps, num_ctas=launch.blocks, launch_pdl=programmatic,
     )  # fmt: skip

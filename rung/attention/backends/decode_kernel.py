@@ -8,7 +8,7 @@ without a second kernel and without memory between them.
 
 With ROTATED the kernel is given queries, keys and values as the projection made them, and does what `rotate_and_write_kernel` does: every
 warp rotates its queries in registers, the one that has the last tile rotates the new key, writes it and its value to the cache, and puts
-both into its tile. Tiles of earlier steps are on their way before the projection has ended.
+both into its tile. With SETTLED tiles of earlier steps are on their way before the projection has ended.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _KERNEL = r"""
 // One row of the batch and one KV head a cluster; grid: (KV heads, in clusters; rows). query [rows, heads, HEAD_SIZE]; out like it, e4m3
 // with out_scale [1] where OUT_SCALED; caches [pages, BLOCK_SIZE, KV heads, HEAD_SIZE]; starts int32 [num_requests + 1]; lengths int32
 // [num_requests]; table int32 [num_requests, table_columns]. Strides count elements; those of the caches are multiples of 16 bytes.
-// Where ROTATED, a kernel that was launched normally lies between whoever wrote starts, lengths, table, slots and the keys of earlier
-// steps, and this one, so that they are read while the predecessor runs, which makes the rest: key and value [rows, KV heads, HEAD_SIZE];
-// cosine and sine [rows, ROTATED]; weights [HEAD_SIZE]; slots int64 [rows].
+// Where ROTATED: key and value [rows, KV heads, HEAD_SIZE]; cosine and sine [rows, ROTATED]; weights [HEAD_SIZE]; slots int64 [rows].
+// Where SETTLED, a kernel that was launched normally lies between whoever wrote starts, lengths, table, slots and the keys of earlier
+// steps, and this one, so that they are read while the predecessor runs, which makes the rest; else nothing is read before it has ended.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention_kernel(
     const u16* query, void* out, u8* key_cache, u8* value_cache, const int* starts, const int* lengths, const int* table,
     const float* out_scale, int num_requests, float scale, float value_scale, float soft_cap, int query_token_stride, int query_head_stride,
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
   const int block = blockIdx.x % BLOCKS, kv_head = blockIdx.x / BLOCKS, row = blockIdx.y, worker = warp * BLOCKS + block;
   const u32 ring = shared_address(raw) + warp * REGION;
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (PROGRAMMATIC && !ROTATED) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (PROGRAMMATIC && !SETTLED) asm volatile("griddepcontrol.wait;" ::: "memory");
 
   // A steady batch has request i in row i; what is read for that guess is read at once.
   int request = row < num_requests ? row : num_requests - 1, start = starts[request], stop = starts[request + 1], length = lengths[request];
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
 
 #pragma unroll
   for (int u = 0; u < SLOTS - 1; u++) issue(u / 2, u % 2, ring + u * SLOT);
-  if (PROGRAMMATIC && ROTATED) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (PROGRAMMATIC && SETTLED) asm volatile("griddepcontrol.wait;" ::: "memory");
 
   const u8* cosines = (const u8*)cosine + (u64)row * cosine_stride * (WIDE ? 4 : 2);
   const u8* sines = (const u8*)sine + (u64)row * sine_stride * (WIDE ? 4 : 2);
@@ -395,7 +395,7 @@ decode_attention_kernel = CudaKernel(
     ),
     constants=(
         "GROUP", "HEAD_SIZE", "BLOCK_SIZE", "E4M3", "FP16", "WINDOW", "SOFT_CAP", "OUT_SCALED", "WARPS", "BLOCKS", "SLOTS", "PROGRAMMATIC",
-        "ROTATED", "WIDE", "NORM",
+        "SETTLED", "ROTATED", "WIDE", "NORM",
     ),
     source=_source,
     shared_bytes=_shared_bytes,

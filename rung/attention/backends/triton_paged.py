@@ -10,7 +10,14 @@ from typing import ClassVar
 
 import torch
 
-from rung.attention.backends.decode_attention import FreshKeys, decode_attention, plan_decode, why_not_decode, why_not_rotated
+from rung.attention.backends.decode_attention import (
+    FreshKeys,
+    decode_attention,
+    plan_decode,
+    why_not_decode,
+    why_not_decode_layer,
+    why_not_rotated,
+)
 from rung.attention.backends.launch_plan import (
     KEYS_A_SPLIT,
     MAX_SPLITS,
@@ -182,13 +189,16 @@ class TritonPaged(AttentionBackend):
         metadata: AttentionMetadata,
         out_scale: torch.Tensor | None = None,
     ) -> bool:
-        if not metadata.settled or metadata.slot_mapping.shape[0] != query.shape[0] or not self._decodes(query, cache, out, metadata):
+        if metadata.slot_mapping.shape[0] != query.shape[0] or not self._decodes(query, cache, out, metadata):
             return False
         fresh = FreshKeys(key=key, value=value, rotation=rotation, slot_mapping=metadata.slot_mapping)
         if why_not_rotated(query, fresh) is not None:
             return False
         self._decode(query, cache, out, metadata, out_scale, fresh)
         return True
+
+    def joins_rotation(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return self.launch is None and not self.batch_invariant and why_not_decode_layer(self.spec, dtype, device) is None
 
     def launch_key(
         self, query: torch.Tensor, key: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, *, fresh: bool

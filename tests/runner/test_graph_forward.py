@@ -97,6 +97,10 @@ class HandPlan:
 
     weights = ()  # it reads the module's tensors whenever it runs
 
+    @property
+    def joined(self) -> HandPlan:
+        return self
+
     def rebind(self, owner: object) -> None:
         return None
 

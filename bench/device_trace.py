@@ -26,7 +26,7 @@ def kernels_of(call: Callable[[], object], *, copies: bool = False) -> list[Kern
     import torch
     from torch.profiler import DeviceType, ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         call()
         torch.cuda.synchronize()
     results = recorded.profiler.kineto_results

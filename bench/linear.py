@@ -137,7 +137,7 @@ def norms(target: str, rows: int) -> tuple[str, dict[int, float]]:
     launches."""
     n, found, by_parts = SHAPES[target].hidden_size, [], {}
     weight, residual = (torch.randn(size, dtype=torch.bfloat16, device="cuda") for size in ((n,), (rows, n)))
-    for parts in (1, 2, 4, 8):
+    for parts in (1, 2, 3, 4, 8):
         x = torch.randn((parts, rows, n), device="cuda") if parts > 1 else residual.clone()
         for pdl in (False, True):
             us = timed([lambda x=x, p=pdl: launches.add_norm(x, residual, weight, 1e-5, programmatic=p)] * 64)
@@ -162,7 +162,7 @@ def shown(tiles: dict[str, Any] | None) -> str:
     if tiles is None:
         return ""
     text = (
-        f"{'wide ' if tiles['wide'] else ''}pf {tiles['prefetch']} "
+        f"{'sharing ' if tiles['shares_k'] else 'wide ' if tiles['wide'] else ''}pf {tiles['prefetch']} "
         + "x".join(str(tiles[name]) for name in ("block_m", "block_n", "block_k"))
         + f" w{tiles['num_warps']} s{tiles['num_stages']}"
     )

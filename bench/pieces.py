@@ -60,7 +60,7 @@ def sample(works: Sequence[Work], row: dict[str, list[float]]) -> None:
 
 def kernels(works: Sequence[Work]) -> tuple[int, float, float]:
     """Kernels of a step, their times, and the time between the first and the last in which none ran; us, host ahead."""
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         torch.cuda._sleep(AHEAD_CYCLES)
         for work in works:
             work()

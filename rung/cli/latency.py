@@ -97,7 +97,7 @@ def _profile(step: Step, timing: Timing) -> None:
     """Count the launches and kernels of one step, and add up the kernels' times."""
     from torch.profiler import DeviceType, ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
         step.start()()
         torch.cuda.synchronize()
     events = recorded.events() or []

@@ -97,7 +97,7 @@ def test_a_repeated_step_does_not_wait_for_the_device() -> None:
 def kernels_of(step: Callable[[], Any]) -> Counter[str]:
     """Kernels of attention that a step runs, by name."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         step()
         torch.cuda.synchronize()
     names = [event.name for event in recorded.events() if event.device_type == DeviceType.CUDA]

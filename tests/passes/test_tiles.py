@@ -23,6 +23,7 @@ def test_every_number_of_rows_has_an_answer(n: int, k: int, activation: str, spl
             continue
         assert tiles.block_m == 1 or not fp8.squares or tiles.block_k <= 128
         assert (tiles.block_m == 1) == (rows == 1)  # the kernel for one row is the one that norms
+        assert rows <= tiles.block_m or not tiles.shares_k
         assert tiles.splits == 1 or (splittable and rows > 1 and not activation)
         nbytes = 1 if fp8.rows and tiles.block_m > 1 else 2
         staged = (tiles.block_m + tiles.block_n * (2 if activation else 1)) * tiles.block_k * nbytes * tiles.num_stages
@@ -41,7 +42,7 @@ def test_without_programmatic_launches_nothing_is_fetched_ahead() -> None:
 def test_few_numbers_of_rows_take_every_kernel(maximum: int, splittable: bool, fp8: Dtypes) -> None:
     cases = row_cases(maximum)
     assert max(cases) == maximum
-    assert len(cases) <= 9
+    assert len(cases) <= 10
     for n, k, activation in SHAPES:
         named = {"activation": activation, "splittable": splittable, "fp8": fp8}
         taken = {tiles_for(rows, n, k, **named) for rows in cases}
@@ -70,3 +71,21 @@ def test_few_rows_of_small_weights_have_tiles_of_eight_rows_in_bf16() -> None:
     down = tiles_for(8, 576, 1536, splittable=True)
     assert down is not None
     assert (down.block_m, down.splits) == (8, 4)
+
+
+@pytest.mark.parametrize("splittable", [False, True])
+def test_k_is_shared_by_clusters_where_they_come_to_one_round(splittable: bool) -> None:
+    def rows_of(n: int, k: int, fp8: Dtypes) -> list[int]:
+        found = [(rows, tiles_for(rows, n, k, splittable=splittable, fp8=fp8)) for rows in (64, 65, 128, 129, 192, 193, 256, 257)]
+        return [rows for rows, tiles in found if tiles is not None and tiles.shares_k]
+
+    e4m3 = Dtypes(True, True)
+    for n, k in ((4096, 4096), (4096, 14336), (3584, 18944)):
+        assert rows_of(n, k, BF16) == [129, 192]
+        assert rows_of(n, k, e4m3) == [65, 128, *([129, 192, 193, 256] if k > 4096 else [])]
+    assert rows_of(6144, 4096, e4m3) == ([] if splittable else [129, 192])
+    for n, k, fp8 in ((6144, 4096, BF16), (4096, 1024, BF16), (2048, 8192, e4m3), (5120, 5120, e4m3)):
+        assert rows_of(n, k, fp8) == []
+    for fp8 in (Dtypes(weights=True), Dtypes(True, True, squares=True)):
+        assert rows_of(4096, 4096, fp8) == []
+    assert not any(tiles.shares_k for rows in (128, 129) if (tiles := tiles_for(rows, 4096, 4096, activation="silu")) is not None)

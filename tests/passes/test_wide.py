@@ -71,7 +71,8 @@ def test_e4m3_rows_are_copied_where_nothing_takes_them_as_they_lie() -> None:
 @pytest.mark.parametrize(
     ("rows", "weight", "activation", "asked"),
     [(64, (28672, 4096), "silu", 0), (65, (28672, 4096), "silu", 1), (256, (28672, 4096), "silu", 1), (257, (28672, 4096), "silu", 0),
-     (128, (4096, 4096), "", 0), (128, (3072, 576), "silu", 0), (None, (28672, 4096), "silu", 1)],
+     (64, (4096, 4096), "", 0), (129, (4096, 4096), "", 1), (128, (6144, 4096), "", 0), (128, (3072, 576), "silu", 0),
+     (None, (28672, 4096), "silu", 1)],
 )  # fmt: skip
 def test_a_call_asks_for_it_only_where_it_has_that_many_rows(
     rows: int | None, weight: tuple[int, int], activation: str, asked: int, monkeypatch: pytest.MonkeyPatch

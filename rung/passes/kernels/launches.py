@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rung.launch import TritonLauncher
-from rung.passes.kernels.wide import wide_product
+from rung.passes.kernels.wide import split_product, wide_product
 
 _KERNELS = "rung.passes.kernels.product_kernels"  # named, not imported: it needs Triton, which a warm start does without
 PRODUCT = TritonLauncher(_KERNELS, "product_kernel")
@@ -33,7 +33,8 @@ class Tiles:
     splits: int = 1
     prefetch: int = -1  # elements of each weight row fetched before the predecessor has ended; -1: no programmatic launch
     swap: bool = False  # the weights are the left side: tiles of 64 of them and more then use the matrix units' wide instructions
-    wide: int = 0  # blocks of a cluster of the wide kernel, which has 128 rows a block; 0: the kernels of Triton
+    wide: int = 0  # blocks of a cluster of the kernels in CUDA C++; 0: the kernels of Triton
+    shares_k: bool = False  # of these blocks each has a part of k and all rows; else each has 128 rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     scale, up_scale = (None if scale is None else scale.contiguous() for scale in (around.weight_scale, around.up_scale))
     if tiles.wide and rows:
         assert around.up is None, "the wide kernel takes both halves of a weight together"
+        if tiles.shares_k:
+            return split_product(
+                x, weight, around.x_scale, scale,
+                splits=tiles.wide, block_m=tiles.block_m, stages=tiles.num_stages, programmatic=tiles.prefetch >= 0,
+            )  # fmt: skip
         return wide_product(
             x, weight, around.activation, around.x_scale, scale,
             blocks=tiles.wide, block_n=tiles.block_n, stages=tiles.num_stages, programmatic=tiles.prefetch >= 0,

@@ -21,13 +21,17 @@ def why_not_triton(x: torch.Tensor, *others: torch.Tensor | None) -> str | None:
         return reason
     if x.dim() != 2:
         return f"x has {x.dim()} dimensions, not 2"
-    for tensor in (x, *(other for other in others if other is not None)):
-        if tensor.dtype != torch.bfloat16:
-            return f"a tensor is of dtype {tensor.dtype}, not torch.bfloat16"
-        if tensor.device != x.device:
-            return f"tensors lie on {x.device} and {tensor.device}"
-    if any(other is not None and other.stride(-1) != 1 for other in others):
-        return "a weight is not contiguous in its last dimension"
+    if x.dtype != torch.bfloat16:
+        return f"a tensor is of dtype {x.dtype}, not torch.bfloat16"
+    for other in others:
+        if other is None:
+            continue
+        if other.dtype != torch.bfloat16:
+            return f"a tensor is of dtype {other.dtype}, not torch.bfloat16"
+        if other.device != x.device:
+            return f"tensors lie on {x.device} and {other.device}"
+        if other.stride(-1) != 1:
+            return "a weight is not contiguous in its last dimension"
     return None
 
 

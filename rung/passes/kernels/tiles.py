@@ -6,6 +6,7 @@ latency, and want short loops and many programs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,10 @@ def _wide(blocks: int, block_k: int, block_n: int = 112, num_stages: int = 5) ->
     return Tiles(block_m=128, block_n=block_n, block_k=block_k, num_warps=9, num_stages=num_stages, prefetch=0, wide=blocks)
 
 
+def _sharing(blocks: int, block_k: int, rows: int, num_stages: int) -> Tiles:
+    return Tiles(block_m=rows, block_n=64, block_k=block_k, num_warps=9, num_stages=num_stages, prefetch=0, wide=blocks, shares_k=True)
+
+
 _SMALL: _Table = (
     ("plain", 1, Tiles(block_m=1, block_n=2, block_k=1024, num_warps=4, num_stages=1, prefetch=1024)),
     ("gated", 1, Tiles(block_m=1, block_n=2, block_k=1024, num_warps=4, num_stages=1, prefetch=256)),
@@ -41,7 +46,7 @@ _SMALL: _Table = (
     ("gated", 16, Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=6, prefetch=256, swap=True)),
     ("plain", 256, Tiles(block_m=32, block_n=64, block_k=256, num_warps=4, num_stages=3, prefetch=256, swap=True)),
     ("split", 64, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4, swap=True)),
-    ("split", 256, Tiles(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=3, prefetch=0, splits=4)),
+    ("split", 256, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=3)),
     ("gated", 64, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256, swap=True)),
     ("gated", 256, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256, swap=True)),
 )
@@ -51,6 +56,7 @@ _SHORTER = {
     ("plain", 16): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=6, prefetch=256),
     ("split", 8): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=3, prefetch=256, splits=4, swap=True),
     ("split", 16): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=3, prefetch=256, splits=4),
+    ("split", 256): Tiles(block_m=32, block_n=64, block_k=256, num_warps=4, num_stages=4, prefetch=0, swap=True),
 }
 _SHORT: _Table = tuple((kind, most, _SHORTER.get((kind, most), tiles)) for kind, most, tiles in _SMALL)
 _LARGE: _Table = (
@@ -91,6 +97,22 @@ _LARGE_FP8: _Table = (
     ("gated", 256, _wide(2, 128)),
     ("gated", 512, _wide(1, 128)),
 )
+# Products whose clusters, with 64 outputs each, come to one round of 132 multiprocessors: the number of outputs, the smallest k, and what
+# goes before the tables above for as many rows; "any" is "plain" or "split".
+_SHARING: tuple[tuple[range, int, _Table], ...] = ((range(3584, 4225), 4096, (("any", 128, None), ("any", 192, _sharing(2, 64, 192, 7)))),)
+_SHARING_FP8: tuple[tuple[range, int, _Table], ...] = (
+    (
+        range(3584, 4225),
+        8192,
+        (
+            ("any", 128, _sharing(2, 128, 128, 9)),
+            ("any", 192, _sharing(2, 128, 192, 7)),
+            ("any", 256, _sharing(2, 128, 256, 5)),
+        ),
+    ),
+    (range(3584, 4225), 4096, (("any", 128, _sharing(2, 128, 128, 9)),)),
+    (range(5632, 8449), 4096, (("plain", 128, _wide(1, 128, 48, 8)), ("plain", 192, _sharing(1, 128, 192, 7)))),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +142,8 @@ def tiles_for(
 def row_cases(maximum: int) -> tuple[int, ...]:
     """Numbers of rows up to `maximum` that, for a product of any size, together take all the kernels that any number up to it can take;
     where cuBLAS computes it too, behind which an activation is a kernel of its own."""
-    entries = [(most, tiles) for table in (_SMALL, _LARGE, _HEAD, _LARGE_FP8) for _, most, tiles in table]
+    sharing = [table for _, _, table in (*_SHARING, *_SHARING_FP8)]
+    entries = [(most, tiles) for table in (_SMALL, _LARGE, _HEAD, _LARGE_FP8, *sharing) for _, most, tiles in table]
     ends = {most for most, tiles in entries if tiles is not None}
     if maximum <= max(ends):
         ends |= {most for most, tiles in entries if tiles is None}  # beyond, `maximum` itself is computed by cuBLAS
@@ -177,16 +200,23 @@ def _narrow(table: _Table) -> Iterator[tuple[str, int, Tiles]]:
     return ((kind, most, tiles) for kind, most, tiles in table if tiles is not None and not tiles.wide and tiles.block_m != 8)
 
 
-def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> list[tuple[int, Tiles | None]]:
+@functools.lru_cache(maxsize=1024)  # asked at each call outside of a graph
+def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> tuple[tuple[int, Tiles | None], ...]:
     nbytes = (1 if fp8.weights else 2) * n * k * (2 if activation else 1)
     small = nbytes <= _SMALL_BYTES
     table = (_SHORT if k <= _SHORT_K else _SMALL) if small else _HEAD if n >= _MANY_COLUMNS and not activation else _LARGE
+    sharing = _SHARING if table is _LARGE and not activation else ()
     if fp8.weights:
         large = table is _LARGE and fp8.rows
         table = _LARGE_FP8 if large else tuple((kind, most, _for_fp8(tiles)) for kind, most, tiles in _narrow(table))
+        sharing = _SHARING_FP8 if sharing and large and not fp8.squares else ()
     if fp8.squares:
         table = tuple((kind, most, _within_squares(tiles)) for kind, most, tiles in _narrow(table))
     kinds = ("gated",) if activation else ("split", "plain") if splittable else ("plain",)
     if not fp8.weights and small and k > _LONG_K and kinds[0] == "plain":
         table = tuple(entry for entry in table if entry[1] <= _LONG_K_ROWS)
-    return next(found for kind in kinds if (found := [(most, tiles) for name, most, tiles in table if name == kind]))
+    found = next(found for kind in kinds if (found := [(most, tiles) for name, most, tiles in table if name == kind]))
+    before = next((table for outputs, least_k, table in sharing if n in outputs and k >= least_k), ())
+    return tuple(
+        sorted([*((most, tiles) for kind, most, tiles in before if kind in ("any", kinds[0])), *found], key=lambda entry: entry[0])
+    )

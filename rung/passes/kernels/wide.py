@@ -1,4 +1,4 @@
-"""Launching the wide product: of more rows than Triton's tiles are good for. Names the kernel, compiles nothing."""
+"""Launching the products of more rows than Triton's tiles are good for. Names the kernels, compiles nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from rung.launch.tensor_map import tensor_map
 from rung.passes.kernels.support import is_aligned
 
 WIDE = TritonLauncher("rung.passes.kernels.wide_kernel", "wide_product_kernel")
+SPLIT = TritonLauncher("rung.passes.kernels.split_kernel", "split_product_kernel")
 BLOCK_ROWS = 128
+_SPLIT_OUTPUTS = 64
 _ROW_BYTES = 128  # of a step along k
 _WARPS = 9
 
@@ -55,5 +57,32 @@ def wide_product(
         rows, n, -(-k // step), 0 if x_scale is None else x_scale.stride(0), n,
         BLOCK_N=block_n, BLOCKS=blocks, STAGES=stages, E4M3=x_scale is not None, ACTIVATION=activation,
         num_warps=_WARPS, num_ctas=blocks, launch_pdl=programmatic,
+    )  # fmt: skip
+    return out
+
+
+def split_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    *,
+    splits: int,
+    block_m: int,
+    stages: int,
+    programmatic: bool,
+) -> torch.Tensor:
+    """x @ weight.T, bf16 [rows, n], of x [rows, k] and weight [n, k], whose k is shared by the `splits` blocks of a cluster; dtypes and
+    scales as those of `wide_product`. At most `block_m` rows: 256 or fewer, a multiple of 32 for each block."""
+    rows, n = x.shape[0], weight.shape[0]
+    assert rows <= block_m
+    out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
+    SPLIT.run(
+        (-(-n // _SPLIT_OUTPUTS), 1, 1),
+        tensor_map(x, rows), tensor_map(weight, _SPLIT_OUTPUTS), out,
+        out if x_scale is None else x_scale, out if weight_scale is None else weight_scale,
+        rows, n, -(-x.shape[1] // (_ROW_BYTES // x.element_size())), 0 if x_scale is None else x_scale.stride(0), n,
+        BLOCK_M=block_m, SPLITS=splits, STAGES=stages, E4M3=x_scale is not None,
+        num_warps=_WARPS, num_ctas=splits, launch_pdl=programmatic,
     )  # fmt: skip
     return out

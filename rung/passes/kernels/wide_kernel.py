@@ -15,17 +15,15 @@ from rung.launch.cuda_source import CudaKernel
 
 ROWS = 128  # of a block
 STAGES = 5
-_ROW_BYTES = 128  # of a stage, for each row of x and of the weights
+ROW_BYTES = 128  # of a stage, for each row of x and of the weights
 
-_TEXT = r"""
+# What kernels with a ring of stages have in common: x, weights and barriers in shared memory, filled by the copy engine.
+HELPERS = r"""
 typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 struct alignas(64) TensorMap { u64 words[16]; };
-
-constexpr int X_BYTES = 128 * 128, W_BYTES = 2 * N * 128, STAGE = X_BYTES + W_BYTES;
-constexpr int WIDTH = PLAIN ? 2 * N : N;  // outputs of a tile
 
 __device__ u32 shared_address(const void* p) {
   u32 a;
@@ -56,6 +54,7 @@ __device__ void load_for_both(u32 to, const TensorMap* map, u32 barrier, int col
 // A matrix of rows of 128 bytes, swizzled by 128 bytes: eight rows are 1024 bytes.
 __device__ u64 matrix(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 __device__ void cluster_wait() {
+  __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 __device__ u32 bf16x2(float low, float high) {
@@ -63,6 +62,12 @@ __device__ u32 bf16x2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
+"""
+
+_TEXT = r"""
+constexpr int X_BYTES = 128 * 128, W_BYTES = 2 * N * 128, STAGE = X_BYTES + W_BYTES;
+constexpr int WIDTH = PLAIN ? 2 * N : N;  // outputs of a tile
+
 __device__ float rounded(float x) { return __uint_as_float(bf16x2(0.0f, x) & 0xFFFF0000u); }
 __device__ float gated(float gate, float up) {
   gate = rounded(gate), up = rounded(up);
@@ -139,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
         for (int h = 0; h < 2; h++) row_scale[h] = row + 8 * h < rows ? x_scale[(u64)(row + 8 * h) * x_stride] : 0.0f;
         asm volatile("bar.sync 1, 256;" ::: "memory");
       }
-      float gate[N / 2], up[N / 2];
+      float sums[N];  // of the first set, then of the second: in one instruction, which reads x once for both
       int before = -1;
       for (int step = 0; step < steps; step++) {
         wait(full + 8 * stage, phase);
@@ -147,8 +152,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
         const u64 x = matrix(ring + stage * STAGE + group * 64 * 128), w = matrix(ring + stage * STAGE + X_BYTES);
 #pragma unroll
         for (int i = 0; i < 4; i++) {  // 32 bytes of each row at a time
-          multiply(gate, x + 2 * i, w + 2 * i, step | i);
-          multiply(up, x + 2 * i, w + N * 8 + 2 * i, step | i);
+          multiply(sums, x + 2 * i, w + 2 * i, step | i);
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         if (before >= 0) {
@@ -173,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
             for (int t = 0; t < 4; t++) {
               if (t < count) {
                 const int at = 4 * (first + t) + 2 * h, o = 8 * (first + t) + 2 * quad;
-                float u[2] = {up[at], up[at + 1]}, g[2] = {set ? u[0] : gate[at], set ? u[1] : gate[at + 1]};
+                float u[2] = {sums[N / 2 + at], sums[N / 2 + at + 1]}, g[2] = {set ? u[0] : sums[at], set ? u[1] : sums[at + 1]};
                 if (E4M3) for (int i = 0; i < 2; i++) g[i] *= row_scale[h] * mine[set * N + o + i], u[i] *= row_scale[h] * mine[N + o + i];
                 a[t] = bf16x2(gated(g[0], u[0]), gated(g[1], u[1]));
               }
@@ -195,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
 """
 
 
-def _multiply(outputs: int, e4m3: bool) -> str:
+def multiply_source(outputs: int, e4m3: bool) -> str:
     """d [64, outputs] += x * w, or = where `add` is 0, of 32 bytes of each row."""
     count = outputs // 2  # registers of a thread
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -212,20 +216,24 @@ def _source(constants: Mapping[str, Any]) -> str:
     outputs, e4m3 = constants["BLOCK_N"], constants["E4M3"]
     defined = {
         "N": outputs,
-        "K": _ROW_BYTES // (1 if e4m3 else 2),
+        "K": ROW_BYTES // (1 if e4m3 else 2),
         "BLOCKS": constants["BLOCKS"],
         "STAGES": constants["STAGES"],
         "E4M3": int(e4m3),
         "GELU": int(constants["ACTIVATION"] == "gelu"),
         "PLAIN": int(not constants["ACTIVATION"]),
     }
-    return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + _TEXT.replace("MULTIPLY", _multiply(outputs, e4m3))
+    return (
+        "".join(f"#define {name} {value}\n" for name, value in defined.items())
+        + HELPERS
+        + _TEXT.replace("MULTIPLY", multiply_source(2 * outputs, e4m3))
+    )
 
 
 def _shared_bytes(constants: Mapping[str, Any]) -> int:
     """The ring aligned to 1024, two barriers a stage, and the scales of two tiles."""
     outputs, stages = int(constants["BLOCK_N"]), int(constants["STAGES"])
-    return 1024 + stages * (_ROW_BYTES * (ROWS + 2 * outputs) + 16) + 4 * 4 * outputs
+    return 1024 + stages * (ROW_BYTES * (ROWS + 2 * outputs) + 16) + 4 * 4 * outputs
 
 
 wide_product_kernel = CudaKernel(

@@ -46,6 +46,7 @@ _SMALL: _Table = (
     ("gated", 16, Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=6, prefetch=256, swap=True)),
     ("plain", 256, Tiles(block_m=32, block_n=64, block_k=256, num_warps=4, num_stages=3, prefetch=256, swap=True)),
     ("split", 64, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4, swap=True)),
+    ("split", 192, Tiles(block_m=32, block_n=64, block_k=256, num_warps=4, num_stages=4, prefetch=256, splits=2, swap=True)),
     ("split", 256, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=3)),
     ("gated", 64, Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256, swap=True)),
     ("gated", 256, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256, swap=True)),
@@ -56,6 +57,7 @@ _SHORTER = {
     ("plain", 16): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=6, prefetch=256),
     ("split", 8): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=3, prefetch=256, splits=4, swap=True),
     ("split", 16): Tiles(block_m=16, block_n=16, block_k=64, num_warps=1, num_stages=3, prefetch=256, splits=4),
+    ("split", 192): Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256, splits=2, swap=True),
     ("split", 256): Tiles(block_m=32, block_n=64, block_k=256, num_warps=4, num_stages=4, prefetch=0, swap=True),
 }
 _SHORT: _Table = tuple((kind, most, _SHORTER.get((kind, most), tiles)) for kind, most, tiles in _SMALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from rung.runner.batch import Batch
+from rung.runner.block_table import BlockTable
 from rung.runner.ops.base import StepOps
 from rung.runner.slots import RequestSlots
 from rung.runner.transfer import HostToDevice
@@ -87,8 +89,8 @@ class InputBuilder:
         self._uploaded = None
 
     def upload_decodes(self, batch: Batch) -> None:
-        """Enqueue them for a decode graph, unless it had the same batch before. Rows behind the batch are requests without a slot, so that
-        every row of the graph belongs to one."""
+        """Enqueue them for a step of one token each, unless the last one had the same batch. Rows behind the batch are requests without a
+        slot, so that every row of a graph belongs to one."""
         if batch.idx_mapping is self._uploaded:
             return
         self._copy(batch.idx_mapping, self._every_row, 0)
@@ -108,6 +110,11 @@ class InputBuilder:
     def forget(self) -> None:
         """Requests came or went: the next batch is uploaded."""
         self._uploaded = None
+
+    def build_decodes(self, tables: Iterable[BlockTable], num_rows: int) -> None:
+        """Enqueue all inputs of the uploaded decodes, block tables and slot mappings too, as a decode graph does."""
+        for table in tables:
+            self._ops.decode.inputs(self._slots, table, self.buffers, num_rows)
 
     def build(self, num_tokens_padded: int, has_prefill: bool) -> None:
         """Enqueue ids, positions and lengths of the uploaded batch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -46,9 +46,16 @@ class StepInputs:
     def prepare(self, batch: Batch, dispatch: Dispatch, *, decode_graph: bool) -> PreparedStep:
         """Enqueue inputs, block tables and slot mapping. `decode_graph`: for a graph that advances itself."""
         buffers = self._builder.buffers
-        self._builder.upload(batch)
         rows = dispatch.num_requests or batch.num_requests
-        self._build(dispatch.num_tokens, batch.has_prefill, tuple(table.rows_to_gather(rows) for table in self._tables))
+        if batch.uniform_query_len == 1 and dispatch.num_requests is None and dispatch.num_tokens <= buffers.idx_mapping.shape[0]:
+            self._builder.upload_decodes(batch)
+            for table in self._tables:
+                table.written(dispatch.num_tokens)
+            self._build((dispatch.num_tokens,), partial(self._builder.build_decodes, self._tables, dispatch.num_tokens))
+        else:
+            self._builder.upload(batch)
+            numbers = dispatch.num_tokens, batch.has_prefill, tuple(table.rows_to_gather(rows) for table in self._tables)
+            self._build(numbers, partial(self._launch, *numbers))
         metadata = {}
         for kv_group, table in zip(self._groups, self._tables, strict=True):
             block_table, slot_mapping = table.batch[:rows], table.slot_mapping[: dispatch.num_tokens]
@@ -63,13 +70,13 @@ class StepInputs:
         )
         return PreparedStep(batch=batch, dispatch=dispatch, context=context)
 
-    def _build(self, num_tokens: int, has_prefill: bool, rows: tuple[int, ...]) -> None:
+    def _build(self, numbers: Hashable, enqueue: Callable[[], None]) -> None:
         """Enqueue what follows from the uploaded batch. The kernels work between buffers that stay, so these numbers decide all of their
         launches."""
         if self._builder.has_kernels:
-            self._launches.run((num_tokens, has_prefill, rows), partial(self._launch, num_tokens, has_prefill, rows))
+            self._launches.run(numbers, enqueue)
         else:
-            self._launch(num_tokens, has_prefill, rows)
+            enqueue()
 
     def _launch(self, num_tokens: int, has_prefill: bool, rows: tuple[int, ...]) -> None:
         buffers = self._builder.buffers

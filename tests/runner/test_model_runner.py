@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -85,14 +87,35 @@ def test_a_partly_computed_prompt_samples_nothing() -> None:
     assert run(runner, StepPlan(num_scheduled_tokens={"a": 2})) == {"a": tuple(model.greedy(prompt, 1))}
 
 
-def test_a_steady_step_makes_one_copy_and_new_blocks_one_more() -> None:
+def test_a_new_batch_of_decodes_is_one_copy_a_repeated_one_none_and_new_blocks_one() -> None:
     runner = make_runner()
-    run(runner, first_plan(ids=[1] * 15))
-    with runner.counters.expect(**{Count.HOST_TO_DEVICE_COPIES: 1}):
-        run(runner, StepPlan(num_scheduled_tokens={"a": 1}))
+    run(runner, first_plan(ids=[1] * 14))
+    for copies in (1, 0):
+        with runner.counters.expect(**{Count.HOST_TO_DEVICE_COPIES: copies}):
+            run(runner, StepPlan(num_scheduled_tokens={"a": 1}))
     more = CachedRequest(request_id="a", num_computed_tokens=16, new_block_ids=((2,),))
-    with runner.counters.expect(**{Count.HOST_TO_DEVICE_COPIES: 2}):
+    with runner.counters.expect(**{Count.HOST_TO_DEVICE_COPIES: 1}):
         run(runner, StepPlan(cached_requests=(more,), num_scheduled_tokens={"a": 1}))
+
+
+def test_prompts_behind_decodes_are_uploaded_and_decodes_behind_them_too() -> None:
+    """What one way to build inputs left in the buffers is nothing to the other."""
+    model = TinyModel()
+    runner = make_runner(model)
+    tokens = [run(runner, first_plan(ids=[4, 5, 6], blocks=(1,)))["a"][0]]
+    for _ in range(2):
+        tokens += run(runner, StepPlan(num_scheduled_tokens={"a": 1}))["a"]
+    other = first_plan("b", ids=[7, 8], blocks=(2,))
+    both = replace(other, num_scheduled_tokens={"a": 1, "b": 2})
+    found = run(runner, both)
+    tokens += found["a"]
+    others = list(found["b"])
+    for _ in range(2):
+        found = run(runner, StepPlan(num_scheduled_tokens={"a": 1, "b": 1}))
+        tokens, others = [*tokens, *found["a"]], [*others, *found["b"]]
+    tokens += run(runner, StepPlan(num_scheduled_tokens={"a": 1}))["a"]
+    assert tokens == model.greedy([4, 5, 6], 7)
+    assert others == model.greedy([7, 8], 3)
 
 
 def test_a_resumed_request_replaces_its_blocks_and_computes_its_own_tokens_again() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rung.launch.cuda_source import CudaKernel
-from rung.passes.kernels.wide_kernel import HELPERS, ROW_BYTES, multiply_source
+from rung.passes.kernels.ring_source import ring_bytes, ring_source
 
 OUTPUTS = 64  # of a cluster
 
@@ -168,21 +168,13 @@ extern "C" __global__ void __launch_bounds__(288, 1) split_product_kernel(
 
 
 def _source(constants: Mapping[str, Any]) -> str:
-    rows, e4m3 = constants["BLOCK_M"], constants["E4M3"]
-    defined = {
-        "ROWS": rows,
-        "K": ROW_BYTES // (1 if e4m3 else 2),
-        "SPLITS": constants["SPLITS"],
-        "STAGES": constants["STAGES"],
-        "E4M3": int(e4m3),
-    }
-    return "".join(f"#define {name} {value}\n" for name, value in defined.items()) + HELPERS + multiply_source(rows, e4m3) + _TEXT
+    rows = constants["BLOCK_M"]
+    return ring_source(_TEXT, constants, rows, ROWS=rows, SPLITS=constants["SPLITS"])
 
 
 def _shared_bytes(constants: Mapping[str, Any]) -> int:
-    """The ring, or sums and outputs in its place, aligned to 1024, and two barriers a stage."""
-    rows, stages = int(constants["BLOCK_M"]), int(constants["STAGES"])
-    return 1024 + stages * (ROW_BYTES * (rows + OUTPUTS) + 16)
+    """The ring; sums and outputs come in its place."""
+    return ring_bytes(constants, int(constants["BLOCK_M"]) + OUTPUTS)
 
 
 split_product_kernel = CudaKernel(

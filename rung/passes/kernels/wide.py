@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rung.launch import TritonLauncher, multiprocessors, why_no_nvrtc
 from rung.launch.tensor_map import tensor_map
+from rung.passes.kernels.ring_source import ROW_BYTES
+from rung.passes.kernels.split_kernel import OUTPUTS
 from rung.passes.kernels.support import is_aligned
+from rung.passes.kernels.wide_kernel import ROWS
 
 WIDE = TritonLauncher("rung.passes.kernels.wide_kernel", "wide_product_kernel")
 SPLIT = TritonLauncher("rung.passes.kernels.split_kernel", "split_product_kernel")
-BLOCK_ROWS = 128
-_SPLIT_OUTPUTS = 64
-_ROW_BYTES = 128  # of a step along k
 _WARPS = 9
 
 
@@ -44,17 +46,12 @@ def wide_product(
     """act(x @ gate.T) * (x @ up.T), bf16 [rows, n], of x [rows, k] and weight [2 * n, k], the gates first; without an activation
     x @ weight.T, weight [n, k]. Both bf16, or e4m3 with x_scale [rows, 1] and weight_scale [2 * n] or [n], float32. `blocks` of a cluster
     take 128 rows each and share the weights; a tile has twice `block_n` rows of them."""
-    rows, k = x.shape
-    n = weight.shape[0] // (2 if activation else 1)
+    rows, n = x.shape[0], weight.shape[0] // (2 if activation else 1)
     out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
-    tiles = -(-rows // (BLOCK_ROWS * blocks)) * -(-n // (block_n if activation else 2 * block_n))
+    tiles = -(-rows // (ROWS * blocks)) * -(-n // (block_n if activation else 2 * block_n))
     clusters = min(tiles, multiprocessors(x.device) // blocks)
-    step = _ROW_BYTES // x.element_size()
     WIDE.run(
-        (clusters, 1, 1),
-        tensor_map(x, BLOCK_ROWS), tensor_map(weight, block_n), out,
-        out if x_scale is None else x_scale, out if weight_scale is None else weight_scale,
-        rows, n, -(-k // step), 0 if x_scale is None else x_scale.stride(0), n,
+        (clusters, 1, 1), tensor_map(x, ROWS), tensor_map(weight, block_n), *_operands(x, x_scale, weight_scale, out),
         BLOCK_N=block_n, BLOCKS=blocks, STAGES=stages, E4M3=x_scale is not None, ACTIVATION=activation,
         num_warps=_WARPS, num_ctas=blocks, launch_pdl=programmatic,
     )  # fmt: skip
@@ -78,11 +75,15 @@ def split_product(
     assert rows <= block_m
     out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
     SPLIT.run(
-        (-(-n // _SPLIT_OUTPUTS), 1, 1),
-        tensor_map(x, rows), tensor_map(weight, _SPLIT_OUTPUTS), out,
-        out if x_scale is None else x_scale, out if weight_scale is None else weight_scale,
-        rows, n, -(-x.shape[1] // (_ROW_BYTES // x.element_size())), 0 if x_scale is None else x_scale.stride(0), n,
+        (-(-n // OUTPUTS), 1, 1), tensor_map(x, rows), tensor_map(weight, OUTPUTS), *_operands(x, x_scale, weight_scale, out),
         BLOCK_M=block_m, SPLITS=splits, STAGES=stages, E4M3=x_scale is not None,
         num_warps=_WARPS, num_ctas=splits, launch_pdl=programmatic,
     )  # fmt: skip
     return out
+
+
+def _operands(x: torch.Tensor, x_scale: torch.Tensor | None, weight_scale: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
+    """What both kernels are given behind the maps of x and of the weights; where there is no scale they read none."""
+    (rows, n), steps = out.shape, -(-x.shape[1] * x.element_size() // ROW_BYTES)
+    scales = out if x_scale is None else x_scale, out if weight_scale is None else weight_scale
+    return out, *scales, rows, n, steps, 0 if x_scale is None else x_scale.stride(0), n

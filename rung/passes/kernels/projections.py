@@ -32,7 +32,7 @@ def why_not_linear(
 def most_rows_linear(
     rows: int | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, invariant: bool = False
 ) -> int:
-    """Asks for the wide kernel only where the answer depends on it: this runs at each call outside of a graph."""
+    """Asks for the kernels in CUDA C++ only where the answer depends on it: this runs at each call outside of a graph."""
     n, k = weight.shape
     few, most = (most_rows(n // (2 if activation else 1), k, activation=activation, wide=wide) for wide in (False, True))
     if few == most or (rows is not None and not few < rows <= most):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 
@@ -99,21 +100,19 @@ _LARGE_FP8: _Table = (
     ("gated", 256, _wide(2, 128)),
     ("gated", 512, _wide(1, 128)),
 )
-# Products whose clusters, with 64 outputs each, come to one round of 132 multiprocessors: the number of outputs, the smallest k, and what
-# goes before the tables above for as many rows; "any" is "plain" or "split".
-_SHARING: tuple[tuple[range, int, _Table], ...] = ((range(3584, 4225), 4096, (("any", 128, None), ("any", 192, _sharing(2, 64, 192, 7)))),)
-_SHARING_FP8: tuple[tuple[range, int, _Table], ...] = (
-    (
-        range(3584, 4225),
-        8192,
-        (
-            ("any", 128, _sharing(2, 128, 128, 9)),
-            ("any", 192, _sharing(2, 128, 192, 7)),
-            ("any", 256, _sharing(2, 128, 256, 5)),
-        ),
-    ),
-    (range(3584, 4225), 4096, (("any", 128, _sharing(2, 128, 128, 9)),)),
-    (range(5632, 8449), 4096, (("plain", 128, _wide(1, 128, 48, 8)), ("plain", 192, _sharing(1, 128, 192, 7)))),
+# For products whose clusters, with 64 outputs each, come to one round of 132 multiprocessors: the number of outputs, the smallest k, and an
+# entry that goes before those of the tables above for as many rows; "any" is "plain" or "split".
+_PAIRS, _SINGLES = range(3584, 4225), range(5632, 8449)  # of blocks
+_SHARING: tuple[tuple[range, int, str, int, Tiles | None], ...] = (
+    (_PAIRS, 4096, "any", 128, None),
+    (_PAIRS, 4096, "any", 192, _sharing(2, 64, 192, 7)),
+)
+_SHARING_FP8: tuple[tuple[range, int, str, int, Tiles | None], ...] = (
+    (_PAIRS, 4096, "any", 128, _sharing(2, 128, 128, 9)),
+    (_PAIRS, 8192, "any", 192, _sharing(2, 128, 192, 7)),
+    (_PAIRS, 8192, "any", 256, _sharing(2, 128, 256, 5)),
+    (_SINGLES, 4096, "plain", 128, _wide(1, 128, 48, 8)),
+    (_SINGLES, 4096, "plain", 192, _sharing(1, 128, 192, 7)),
 )
 
 
@@ -144,8 +143,7 @@ def tiles_for(
 def row_cases(maximum: int) -> tuple[int, ...]:
     """Numbers of rows up to `maximum` that, for a product of any size, together take all the kernels that any number up to it can take;
     where cuBLAS computes it too, behind which an activation is a kernel of its own."""
-    sharing = [table for _, _, table in (*_SHARING, *_SHARING_FP8)]
-    entries = [(most, tiles) for table in (_SMALL, _LARGE, _HEAD, _LARGE_FP8, *sharing) for _, most, tiles in table]
+    entries = [entry[-2:] for table in (_SMALL, _LARGE, _HEAD, _LARGE_FP8, _SHARING, _SHARING_FP8) for entry in table]
     ends = {most for most, tiles in entries if tiles is not None}
     if maximum <= max(ends):
         ends |= {most for most, tiles in entries if tiles is None}  # beyond, `maximum` itself is computed by cuBLAS
@@ -153,7 +151,7 @@ def row_cases(maximum: int) -> tuple[int, ...]:
 
 
 def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16, wide: bool = True) -> int:
-    """The largest number of rows that has tiles; `wide`: those of the wide kernel too."""
+    """The largest number of rows that has tiles; `wide`: those of the kernels in CUDA C++ too."""
     return max(most for most, tiles in _fitting(n, k, activation, splittable, fp8) if tiles is not None and (wide or not tiles.wide))
 
 
@@ -174,7 +172,7 @@ def say_rows(weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str
 def why_fewer_rows(
     weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16
 ) -> str:
-    """Where the wide kernel would take more rows, why it does not; else nothing."""
+    """Where a kernel in CUDA C++ would take more rows, why it does not; else nothing."""
     reason = why_not_wide(weight, weight, bias)
     n, k = weight.shape
     most, few = (
@@ -198,27 +196,27 @@ def _within_squares(tiles: Tiles) -> Tiles:
 
 
 def _narrow(table: _Table) -> Iterator[tuple[str, int, Tiles]]:
-    """Without the wide kernel, which converts no weights and knows no scales of squares, and tiles of 8 rows, measured in bf16 alone."""
+    """Without the kernels in CUDA C++, which convert no weights and know no scales of squares, and tiles of 8 rows, measured in bf16."""
     return ((kind, most, tiles) for kind, most, tiles in table if tiles is not None and not tiles.wide and tiles.block_m != 8)
 
 
 @functools.lru_cache(maxsize=1024)  # asked at each call outside of a graph
 def _fitting(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes) -> tuple[tuple[int, Tiles | None], ...]:
+    """Numbers of rows, each with the tiles that more rows than the one before get up to it."""
     nbytes = (1 if fp8.weights else 2) * n * k * (2 if activation else 1)
     small = nbytes <= _SMALL_BYTES
     table = (_SHORT if k <= _SHORT_K else _SMALL) if small else _HEAD if n >= _MANY_COLUMNS and not activation else _LARGE
-    sharing = _SHARING if table is _LARGE and not activation else ()
     if fp8.weights:
         large = table is _LARGE and fp8.rows
         table = _LARGE_FP8 if large else tuple((kind, most, _for_fp8(tiles)) for kind, most, tiles in _narrow(table))
-        sharing = _SHARING_FP8 if sharing and large and not fp8.squares else ()
     if fp8.squares:
         table = tuple((kind, most, _within_squares(tiles)) for kind, most, tiles in _narrow(table))
     kinds = ("gated",) if activation else ("split", "plain") if splittable else ("plain",)
     if not fp8.weights and small and k > _LONG_K and kinds[0] == "plain":
         table = tuple(entry for entry in table if entry[1] <= _LONG_K_ROWS)
     found = next(found for kind in kinds if (found := [(most, tiles) for name, most, tiles in table if name == kind]))
-    before = next((table for outputs, least_k, table in sharing if n in outputs and k >= least_k), ())
-    return tuple(
-        sorted([*((most, tiles) for kind, most, tiles in before if kind in ("any", kinds[0])), *found], key=lambda entry: entry[0])
-    )
+    sharing = () if activation else _SHARING if table is _LARGE else _SHARING_FP8 if table is _LARGE_FP8 else ()
+    before = [
+        (most, tiles) for outputs, least_k, name, most, tiles in sharing if n in outputs and k >= least_k and name in ("any", kinds[0])
+    ]
+    return tuple(sorted([*before, *found], key=itemgetter(0)))

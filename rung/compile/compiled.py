@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,15 @@ from rung.compile.sizes import SizeRange, SizeTable
 from rung.compile.stitch import last_uses, restorer, stitch
 
 
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """Steps as graphs see them, in order."""
+
+    steps: Sequence[Step]
+    bound: Sequence[BoundStep]  # one a step
+    last: Mapping[int, int]  # value number -> index of the last step that reads it
+
+
 class CompiledFunction:
     """Runs a plan. Thread-safe for concurrent calls: a call keeps its state in locals.
 
@@ -29,10 +39,7 @@ class CompiledFunction:
         self._pieces = tuple(pieces)
         # Graphs see breaks in parts: what can be captured in every mode joins the pieces beside it.
         self._private = private_values(plan)
-        self._walk = [part for step in plan.steps for part in ((step,) if step.piece is not None else parts(step))]
-        self._joined_walk = [
-            part for step in plan.steps for part in ((step,) if step.piece is not None else parts(step, joined_pairs(step, self._private)))
-        ]
+        self._parts = {joined: self._cut(joined) for joined in (False, True)}
         self._unchecked = bool(plan.fakes)  # until the first run has looked at what breaks return
         self._by_size: BySize | None = None
         self.rebind(owner)
@@ -43,20 +50,18 @@ class CompiledFunction:
         holder = next(iter(owner.values()), None)
         regions = [region.call(holder) for region in self.plan.regions]
         self.region_buffers = tuple(holder.buffers()) if regions and isinstance(holder, torch.nn.Module) else ()  # what they may update
-        every = (*self.plan.steps, *self._walk, *self._joined_walk)
+        every = (*self.plan.steps, *self._parts[False], *self._parts[True])
         breaks = {(step.name, len(step.calls)): step for step in every if step.piece is None}  # most are in two of the three, built once
         self._breaks = {key: break_call(step, regions, self._private) for key, step in breaks.items()}
         order = {path: index for index, (path, _) in enumerate(self.plan.tensors)}  # as in the signature, not as first used in the graph
         arguments = [n for n, path in enumerate(self.plan.inputs) if path.dim is None and n not in self.weights]
         self.arguments = sorted(arguments, key=lambda n: order.get(self.plan.inputs[n], n))
         calls = [self._call_of(step) for step in self.plan.steps]
-        self.steps: tuple[BoundStep, ...] = tuple(self._bound(step) for step in self._walk)
-        self.joined_steps = tuple(self._bound(step) for step in self._joined_walk)
+        self._walks = {joined: self._walk(steps) for joined, steps in self._parts.items()}
+        self.steps, self.joined_steps = self._walks[False].bound, self._walks[True].bound
         self.source: Source = stitch(self.plan, calls, self.weights, self.arguments)
         self.stitched = self.source.build("stitched")
         self._restore: Callable[..., Any] = restorer(self.plan, self.arguments, self.weights).build("restore")
-        self._last = last_uses(self._walk, self.plan.outputs)
-        self._joined_last = last_uses(self._joined_walk, self.plan.outputs)
         if self._by_size is not None:
             self._by_size.rebind(owner)
 
@@ -75,6 +80,12 @@ class CompiledFunction:
     def pieces_through(self, wrap: Callable[[StepCall], StepCall]) -> tuple[StepCall, ...]:
         """`wrap(piece)` of every unique piece, for another compiled function of this plan."""
         return tuple(wrap(piece) for piece in self._pieces)
+
+    def _cut(self, joined: bool) -> list[Step]:
+        return [part for step in self.plan.steps for part in parts(step, joined_pairs(step, self._private) if joined else ())]
+
+    def _walk(self, steps: Sequence[Step]) -> _Walk:
+        return _Walk(steps, tuple(map(self._bound, steps)), last_uses(steps, self.plan.outputs))
 
     def _bound(self, step: Step) -> BoundStep:
         if step.piece is not None:
@@ -117,26 +128,26 @@ class CompiledFunction:
         """See `BoundPlan.run_steps`. `joined`: as `JoinedPlan`."""
         if self._by_size is not None and (variant := self._by_size.find(inputs)) is not None:
             return variant.run_steps(inputs, runner, joined=joined)
-        walk, steps, last = (self._joined_walk, self.joined_steps, self._joined_last) if joined else (self._walk, self.steps, self._last)
+        walk = self._walks[joined]
         if self._unchecked:
-            runner = checking(runner, self._fakes(walk), self._sizes(inputs))
+            runner = checking(runner, self._fakes(walk.steps), self._sizes(inputs))
         values: dict[int, Any] = dict(self.weights) | dict(zip(self.arguments, inputs, strict=True))
         by_path = {(path.local, path.accesses): n for n, path in enumerate(self.plan.inputs) if path.dim is None}
         for number, path in enumerate(self.plan.inputs):
             if path.dim is not None:
                 values[number] = values[by_path[(path.local, path.accesses)]].shape[path.dim]
-        for index, (step, bound) in enumerate(zip(walk, steps, strict=True)):
+        for index, (step, bound) in enumerate(zip(walk.steps, walk.bound, strict=True)):
             results = runner(bound, [values[number] for number in step.inputs])
             values.update(zip(step.outputs, results, strict=True))
-            for number in [n for n, at in last.items() if at == index and n >= len(self.plan.inputs)]:
+            for number in [n for n, at in walk.last.items() if at == index and n >= len(self.plan.inputs)]:
                 values.pop(number, None)
         self._unchecked = False
         return [values[output["value"]] if "value" in output else output["constant"] for output in self.plan.outputs]
 
-    def _fakes(self, walk: Sequence[Step]) -> dict[str, dict[int, FakeOutput]]:
-        """By name of a step of `walk`, position in its outputs -> what a fake kernel said of it."""
+    def _fakes(self, steps: Sequence[Step]) -> dict[str, dict[int, FakeOutput]]:
+        """By name of a step, position in its outputs -> what a fake kernel said of it."""
         fakes = self.plan.fakes
-        return {step.name: {i: fakes[n] for i, n in enumerate(step.outputs) if n in fakes} for step in walk}
+        return {step.name: {i: fakes[n] for i, n in enumerate(step.outputs) if n in fakes} for step in steps}
 
     def _sizes(self, inputs: Sequence[Any]) -> dict[str, int]:
         """Sizes of the named dimensions in this call."""

@@ -179,10 +179,10 @@ class AttentionBackend(ABC):
         self, query: torch.Tensor, key: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, *, fresh: bool
     ) -> Hashable | None:
         """What decides the launches of a `forward` of this batch beside the addresses, shapes and strides of its tensors: two batches with
-        equal keys, equal `num_requests` and metadata at the same places are given the same kernels, grids and numbers, by
-        `rotate_and_attend` and `rotate_and_write` too. None: the work is
-        not launches of `rung.launch` alone. `fresh`: of `forward_given_keys`, with keys like `key`. Asked for one layer of those that share
-        backend and metadata. A subclass that overrides one of them answers anew, or it is taken for None."""
+        equal keys, equal `num_requests` and `settled`, and metadata at the same places are given the same kernels, grids and numbers, by
+        `rotate_and_attend` and `rotate_and_write` too. None: the work is not launches of `rung.launch` alone. `fresh`: of
+        `forward_given_keys`, with keys like `key`. Asked for one layer of those that share backend and metadata. A subclass that overrides
+        one of them answers anew, or it is taken for None."""
         return None
 
     @abstractmethod

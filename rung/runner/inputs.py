@@ -80,7 +80,7 @@ class InputBuilder:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether `build` is launches of our kernels alone."""
+        """Whether `build` and `build_decodes` are launches of our kernels alone."""
         return self._ops.has_kernels
 
     def upload(self, batch: Batch) -> None:
@@ -112,7 +112,8 @@ class InputBuilder:
         self._uploaded = None
 
     def build_decodes(self, tables: Iterable[BlockTable], num_rows: int) -> None:
-        """Enqueue all inputs of the uploaded decodes, block tables and slot mappings too, as a decode graph does."""
+        """Enqueue all inputs of the uploaded decodes, block tables and slot mappings too, as a decode graph does: `num_rows` of them, each
+        one token."""
         for table in tables:
             self._ops.decode.inputs(self._slots, table, self.buffers, num_rows)
 

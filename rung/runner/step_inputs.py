@@ -48,14 +48,9 @@ class StepInputs:
         buffers = self._builder.buffers
         rows = dispatch.num_requests or batch.num_requests
         if batch.uniform_query_len == 1 and dispatch.num_requests is None and dispatch.num_tokens <= buffers.idx_mapping.shape[0]:
-            self._builder.upload_decodes(batch)
-            for table in self._tables:
-                table.written(dispatch.num_tokens)
-            self._build((dispatch.num_tokens,), partial(self._builder.build_decodes, self._tables, dispatch.num_tokens))
+            self._enqueue_decodes(batch, dispatch.num_tokens)
         else:
-            self._builder.upload(batch)
-            numbers = dispatch.num_tokens, batch.has_prefill, tuple(table.rows_to_gather(rows) for table in self._tables)
-            self._build(numbers, partial(self._launch, *numbers))
+            self._enqueue(batch, dispatch.num_tokens, rows)
         metadata = {}
         for kv_group, table in zip(self._groups, self._tables, strict=True):
             block_table, slot_mapping = table.batch[:rows], table.slot_mapping[: dispatch.num_tokens]
@@ -70,15 +65,26 @@ class StepInputs:
         )
         return PreparedStep(batch=batch, dispatch=dispatch, context=context)
 
-    def _build(self, numbers: Hashable, enqueue: Callable[[], None]) -> None:
-        """Enqueue what follows from the uploaded batch. The kernels work between buffers that stay, so these numbers decide all of their
-        launches."""
+    def _enqueue_decodes(self, batch: Batch, num_rows: int) -> None:
+        """As a decode graph has them: every row is a request, with one kernel for each group."""
+        self._builder.upload_decodes(batch)
+        for table in self._tables:
+            table.written(num_rows)
+        self._launch(num_rows, enqueue=partial(self._builder.build_decodes, self._tables, num_rows))
+
+    def _enqueue(self, batch: Batch, num_tokens: int, num_requests_padded: int) -> None:
+        self._builder.upload(batch)
+        rows = tuple(table.rows_to_gather(num_requests_padded) for table in self._tables)
+        self._launch(num_tokens, batch.has_prefill, rows, enqueue=partial(self._build, num_tokens, batch.has_prefill, rows))
+
+    def _launch(self, *numbers: Hashable, enqueue: Callable[[], None]) -> None:
+        """What follows from the uploaded batch. The kernels work between buffers that stay, so `numbers` decide all of their launches."""
         if self._builder.has_kernels:
             self._launches.run(numbers, enqueue)
         else:
             enqueue()
 
-    def _launch(self, num_tokens: int, has_prefill: bool, rows: tuple[int, ...]) -> None:
+    def _build(self, num_tokens: int, has_prefill: bool, rows: tuple[int, ...]) -> None:
         buffers = self._builder.buffers
         self._builder.build(num_tokens, has_prefill)
         for table, count in zip(self._tables, rows, strict=True):

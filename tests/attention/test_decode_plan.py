@@ -38,15 +38,8 @@ _SHARED = 227 << 10
 def constants(spec: AttentionSpec, launch: DecodeLaunch, *, e4m3: bool = False, rotated: bool = False, **others: Any) -> dict[str, Any]:
     group = spec.num_heads // spec.num_kv_heads
     found = {"GROUP": group, "HEAD_SIZE": spec.head_size, "BLOCK_SIZE": 16, "E4M3": e4m3, "FP16": False, "WINDOW": 0, "SOFT_CAP": False}
-    found |= {
-        "OUT_SCALED": False,
-        "WARPS": launch.warps,
-        "BLOCKS": launch.blocks,
-        "SLOTS": launch.slots,
-        "PROGRAMMATIC": True,
-        "SETTLED": False,
-    }
-    return found | {"ROTATED": spec.head_size // 2 if rotated else 0, "WIDE": False, "NORM": False} | others
+    found |= {"OUT_SCALED": False, "WARPS": launch.warps, "BLOCKS": launch.blocks, "SLOTS": launch.slots, "PROGRAMMATIC": True}
+    return found | {"SETTLED": False, "ROTATED": spec.head_size // 2 if rotated else 0, "WIDE": False, "NORM": False} | others
 
 
 @pytest.mark.parametrize("spec", [LLAMA_8B, SMALL], ids=["8b", "135m"])

@@ -16,8 +16,9 @@ from rung.context import ForwardContext, set_forward_context
 from rung.errors import ContextError
 from rung.graphs import Descriptor, GraphManager, GraphMode
 from rung.graphs.repeats import break_lines
-from rung.launch import TritonLauncher, workspace
+from rung.launch import workspace
 from tests.graphs.toys import ToyPlan, data, make_manager, piece
+from tests.launch.fakes import launcher_of
 from tests.runner.tiny import PlainAttention
 
 SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_size=4, scale=1.0)
@@ -38,13 +39,7 @@ class _Kernels:
         return run
 
 
-def _launcher() -> TritonLauncher:
-    launcher = TritonLauncher("a test", "kernels", road="triton: a test")
-    launcher.__dict__["images"] = type("Images", (), {"kernel": lambda self: _Kernels()})()
-    return launcher
-
-
-KERNELS = _launcher()
+KERNELS = launcher_of(_Kernels())
 
 
 class Launching(PlainAttention):

@@ -16,6 +16,7 @@ from rung.launch.driver import Driver, LaunchAttributes, Launcher
 from rung.launch.image import KernelImage, Parameter
 from rung.launch.specialise import Specialisation
 from rung.launch.triton_images import TritonImages
+from rung.launch.triton_launcher import TritonLauncher
 from rung.torch_compat import TritonParameter
 
 MODULE = "tests.launch.toy_kernels"
@@ -145,3 +146,10 @@ class FakeImages(TritonImages):
         )
         self.driver.images[entry] = image
         return image
+
+
+def launcher_of(kernel: object, name: str = "kernel") -> TritonLauncher:
+    """A launcher on the road of Triton's own, with `kernel[grid](...)` in the place of Triton's kernel."""
+    launcher = TritonLauncher("a test", name, road="triton: a test")
+    launcher.__dict__["images"] = type("Images", (), {"kernel": lambda self: kernel})()
+    return launcher

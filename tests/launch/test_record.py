@@ -13,7 +13,7 @@ from rung.counters import Count, Counters
 from rung.launch import RepeatedLaunches, TritonLauncher, Workspace, record_launches, workspace
 from rung.launch.record import current_record
 from rung.torch_compat import TorchDispatchMode
-from tests.launch.fakes import MODULE, FakeDriver, FakeTensor
+from tests.launch.fakes import FakeDriver, FakeTensor, launcher_of
 
 X, OUT = FakeTensor(4096), FakeTensor(8192)
 
@@ -125,8 +125,7 @@ def test_tritons_own_launcher_is_repeated_with_its_arguments() -> None:
         def __getitem__(self, grid: Any) -> Any:
             return lambda *values, **named: launched.append((grid, values, named))
 
-    launcher = TritonLauncher(MODULE, "scale_kernel", road="triton: a test")
-    launcher.__dict__["images"] = type("Images", (), {"kernel": lambda self: Kernel()})()
+    launcher = launcher_of(Kernel())
     with record_launches(Workspace()) as record:
         launcher.run((5, 1, 1), X, OUT, BLOCK=64)
     record.repeat()()

@@ -11,7 +11,7 @@ import torch
 
 from rung.attention import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache, Rotation
 from rung.attention.backends.torch_reference import TorchReference
-from rung.launch import TritonLauncher
+from tests.launch.fakes import launcher_of
 
 launched: Counter[str] = Counter()  # launches by kernel, since somebody cleared it
 
@@ -28,12 +28,6 @@ class _Kernel:
             self._run(*arguments)
 
         return run
-
-
-def _launcher(name: str, run: Callable[..., None]) -> TritonLauncher:
-    launcher = TritonLauncher("a test", name, road="triton: a test")
-    launcher.__dict__["images"] = type("Images", (), {"kernel": lambda self: _Kernel(name, run)})()
-    return launcher
 
 
 def _rotate(reference: TorchReference, *arguments: Any) -> None:
@@ -59,7 +53,8 @@ def _both(
     _attend(reference, rotated, cache, out, metadata)
 
 
-ROTATE, ATTEND, BOTH = _launcher("rotate", _rotate), _launcher("attend", _attend), _launcher("rotate and attend", _both)
+_NAMED = {"rotate": _rotate, "attend": _attend, "rotate and attend": _both}
+ROTATE, ATTEND, BOTH = (launcher_of(_Kernel(name, run), name) for name, run in _NAMED.items())
 
 
 class Joining(TorchReference):

@@ -130,7 +130,7 @@ def engine_of(module: Any, config: RunnerConfig, target: str) -> Iterator[tuple[
     counted = runner.counters.snapshot()
     print("; ".join(f"{name} {count}" for name, count in sorted(counted.items()) if "step." in name or "break" in name))
     engine.executor.shutdown()
-    gc.unfreeze()
+    gc.unfreeze()  # else this engine and its memory would stay
 
 
 if __name__ == "__main__":

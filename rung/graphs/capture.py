@@ -165,7 +165,7 @@ class _Walk:
         self._check = check
         self._full = full
         self._bad = ""  # the first break in which something was found
-        self._made: dict[StepCall, Sequence[Any]] = {}
+        self._made: dict[StepCall, Sequence[Any]] = {}  # results of the first piece of each code
 
     def eager(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
         self.step = step.name

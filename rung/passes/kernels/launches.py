@@ -61,7 +61,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
     n = weight.shape[0] // (2 if around.activation and around.up is None else 1)
     scale, up_scale = (None if scale is None else scale.contiguous() for scale in (around.weight_scale, around.up_scale))
     if tiles.wide and rows:
-        assert around.up is None, "the wide kernel takes both halves of a weight together"
+        assert around.up is None, "kernels in CUDA C++ take both halves of a weight together"
         if tiles.shares_k:
             return split_product(
                 x, weight, around.x_scale, scale,

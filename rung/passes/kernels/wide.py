@@ -19,7 +19,7 @@ _WARPS = 9
 
 
 def why_not_wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
-    """The reason against the kernel, or None. Reads nothing of the size of dimension 0 of x."""
+    """The reason against both kernels, or None. Reads nothing of the size of dimension 0 of x."""
     if bias is not None:
         return "it adds no bias"
     if not (is_aligned(x) and is_aligned(weight)) or weight.shape[0] % 16:

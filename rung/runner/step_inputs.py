@@ -47,6 +47,7 @@ class StepInputs:
         """Enqueue inputs, block tables and slot mapping. `decode_graph`: for a graph that advances itself."""
         buffers = self._builder.buffers
         rows = dispatch.num_requests or batch.num_requests
+        # A full graph that does not advance itself attends for its padded requests too, and takes their lengths for 0.
         if batch.uniform_query_len == 1 and dispatch.num_requests is None and dispatch.num_tokens <= buffers.idx_mapping.shape[0]:
             self._enqueue_decodes(batch, dispatch.num_tokens)
         else:

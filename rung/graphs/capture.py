@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rung import torch_compat
 from rung.compile.bound import BoundPlan, BoundStep, Capture, StepCall
 from rung.errors import CaptureError
 from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
@@ -178,9 +179,15 @@ class _Walk:
         return outputs
 
     def each_code(self, step: BoundStep, arguments: list[Any]) -> Sequence[Any]:
-        """An eager run of each break, and of the first piece of each code."""
+        """An eager run of each break, and of the first piece of each code. What a break has updated in place no later piece makes, so
+        behind it each code runs anew; not so behind attention and what writes its cache, which fill memory that nobody has written."""
         if step.kind != "piece":
-            return self.eager(step, arguments)
+            given = [(value, torch_compat.num_updates(value)) for value in arguments if isinstance(value, torch.Tensor)]
+            outputs = self.eager(step, arguments)
+            fills = step.attention is not None or step.capture is Capture.ALWAYS
+            if not fills and any(torch_compat.num_updates(value) != before for value, before in given):
+                self._made.clear()
+            return outputs
         if step.call not in self._made:
             self._made[step.call] = tuple(self.eager(step, arguments))
         return self._made[step.call]

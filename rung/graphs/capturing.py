@@ -32,7 +32,7 @@ class Capturing:
 
     Each size is warmed up and captured under the eyes of a dry run, or with `watch_all` False the first size of each mode and query length:
     watching a decoder's ladder takes as long as capturing it. The others run the code that pieces share once in their warm-up, are watched
-    when their capture fails, and a full graph is not warmed up when a piecewise one of its size was."""
+    when it or their capture fails, and a full graph is not warmed up when a piecewise one of its size was."""
 
     def __init__(
         self,
@@ -139,7 +139,13 @@ class Capturing:
             watch = self._watch_all or kind not in self._watched
             is_warm = not watch and descriptor.num_tokens in self._warm
             if not is_warm:
-                warm_up(plan, self._backend.device, descriptor, inputs, self.generators, watch=watch)
+                try:
+                    warm_up(plan, self._backend.device, descriptor, inputs, self.generators, watch=watch)
+                except CaptureError:
+                    if watch:
+                        raise
+                    watch = True  # a break may have been given what another piece had made: now every piece runs
+                    warm_up(plan, self._backend.device, descriptor, inputs, self.generators)
             clock.lap("warm-up")
             self._before()
             others_before = pool.executable_bytes()

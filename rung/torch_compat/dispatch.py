@@ -30,6 +30,11 @@ def single_overload(target: Any) -> Any:
     return target
 
 
+def num_updates(tensor: torch.Tensor) -> int:
+    """How often the tensor, or one with its memory, was updated in place by ops of torch; 0 where nobody counts. Checked on torch 2.13."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def op_names() -> set[str]:
     """Every registered op as "namespace::name", whatever overloads it has."""
     return {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}

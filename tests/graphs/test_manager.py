@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -339,6 +339,41 @@ def test_later_sizes_warm_up_shared_code_once() -> None:
     ran.clear()
     make_manager(plan).capture(sizes)
     assert [ran.count(size) for size in (16, 8, 4)] == [8, 8, 8]
+
+
+def _look_up(places: Sequence[int], breaks: Sequence[Callable[..., Sequence[Any]]]) -> ToyPlan:
+    """Pieces of one code, each given its place, which they make a tensor of; what they make is for a break of their own."""
+    shared = piece("piece", lambda x, place: (x + 1, torch.full((x.shape[0],), place))).call
+    steps = [(brk("places", lambda x: places), ("x",), tuple(f"place{index}" for index in range(len(places))))]
+    for index, call in enumerate(breaks):
+        needs = (f"x{index}" if index else "x", f"place{index}")
+        steps.append((BoundStep("piece", f"piece_{index}", shared), needs, (f"y{index}", f"at{index}")))
+        steps.append((brk(f"break_{index}", call), (f"y{index}", f"at{index}"), (f"x{index + 1}",)))
+    return ToyPlan(steps, (f"x{len(breaks)}",))
+
+
+def _in_table(rows: int, shift: int) -> Callable[..., Sequence[Any]]:
+    def call(y: torch.Tensor, at: torch.Tensor) -> Sequence[Any]:
+        if shift:
+            at += shift
+        return (torch.arange(1.0, 1.0 + rows)[at].unsqueeze(1) * y,)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [_look_up((0, 0, 0), [_in_table(3, 2)] * 3), _look_up((1, 0, 0), [_in_table(2, 0), _in_table(1, 0), _in_table(1, 0)])],
+    ids=["updated in place", "tables of other sizes"],
+)
+def test_later_sizes_are_captured_where_breaks_need_what_their_own_piece_made(plan: ToyPlan) -> None:
+    """Places in a table, which those of the first piece are not for every break."""
+    manager = make_manager(plan, watch_all=False)
+    sizes = [Descriptor(mode=GraphMode.PIECEWISE, num_tokens=size) for size in (16, 8)]
+    assert not manager.capture(sizes).failures
+    for descriptor in sizes:
+        x = data(descriptor.num_tokens, 0)
+        assert torch.equal(run_padded(manager, descriptor, x)[0], plan(x)[0])
 
 
 def test_break_whose_results_change_shape_is_refused() -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from rung.passes.kernels.tiles import BF16, Dtypes, most_rows, row_cases, tiles_for
+from rung.passes.kernels import tiles as tables
+from rung.passes.kernels.fp8_product import Weight, product_tiles
+from rung.passes.kernels.tiles import BF16, Dtypes, most_rows, row_cases, say_rows, tiles_for
 
 SHAPES = [(6144, 4096, ""), (4096, 4096, ""), (14336, 4096, "silu"), (4096, 14336, ""), (128256, 4096, "")]
 SHAPES += [(1024, 4096, "")]
@@ -89,3 +92,29 @@ def test_k_is_shared_by_clusters_where_they_come_to_one_round(splittable: bool) 
     for fp8 in (Dtypes(weights=True), Dtypes(True, True, squares=True)):
         assert rows_of(4096, 4096, fp8) == []
     assert not any(tiles.shares_k for rows in (128, 129) if (tiles := tiles_for(rows, 4096, 4096, activation="silu")) is not None)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("splittable", [False, True])
+@pytest.mark.parametrize("fp8", DTYPES, ids=str)
+def test_what_is_said_of_rows_is_what_they_take(wide: bool, splittable: bool, fp8: Dtypes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "why_not_wide", lambda *tensors: None if wide else "a test")
+    for n, k, activation in SHAPES:
+        named = {"activation": activation, "splittable": splittable, "fp8": fp8}
+        found = {rows for rows in range(2, 600) if tiles_for(rows, n, k, wide=wide, **named) is not None}
+        said = say_rows(torch.empty(n * (2 if activation else 1), k, device="meta"), None, **named).partition(" rows")[0]
+        spans = [span.removeprefix("to ").split(" to ") for span in said.split(" and ")]
+        assert {rows for span in spans for rows in range(2 if len(span) == 1 else int(span[0]), int(span[-1]) + 1)} == found
+
+
+def test_where_the_wide_kernels_are_refused_tiles_of_triton_go_on() -> None:
+    for rows in (65, 128, 129, 256):
+        assert (with_them := tiles_for(rows, 4096, 14336, splittable=True, fp8=Dtypes(True, True))) is not None
+        assert (without := tiles_for(rows, 4096, 14336, splittable=True, fp8=Dtypes(True, True), wide=False)) is not None
+        assert (with_them.wide > 0, without.wide) == (True, 0)
+    weight = torch.empty(4096, 14336, dtype=torch.float8_e4m3fn, device="meta")
+    given = Weight(weight, torch.empty(4096, device="meta"), None, torch.empty(4096, dtype=torch.bfloat16, device="meta"))
+    found = product_tiles(128, given, "", splittable=True)
+    assert found is not None
+    assert not found.wide
+    assert product_tiles(128, given, "") is None  # cuBLAS

@@ -6,6 +6,7 @@ cuBLAS. Where cuBLAS does not take a weight's squares of scales, it multiplies t
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -98,9 +99,12 @@ def product_tiles(rows: int, weight: Weight, activation: str, *, splittable: boo
     """The tiles of our kernel for so many rows, or None: cuBLAS."""
     n, k = weight.values.shape
     n //= 2 if activation else 1
-    programmatic = is_programmatic(weight.values)
-    tiles = tiles_for(rows, n, k, activation=activation, splittable=splittable, programmatic=programmatic, fp8=_dtypes(weight.scale))
-    return None if tiles is not None and tiles.wide and why_not_wide(weight.values, weight.values, weight.bias) else tiles
+    ask = functools.partial(
+        tiles_for, rows, n, k, activation=activation, splittable=splittable,
+        programmatic=is_programmatic(weight.values), fp8=_dtypes(weight.scale),
+    )  # fmt: skip
+    tiles = ask()
+    return ask(wide=False) if tiles is not None and tiles.wide and why_not_wide(weight.values, weight.values, weight.bias) else tiles
 
 
 def describe_product(weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, activation: str, *, splittable: bool = False) -> str:

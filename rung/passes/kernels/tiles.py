@@ -129,12 +129,21 @@ BF16 = Dtypes()
 
 
 def tiles_for(
-    rows: int, n: int, k: int, *, activation: str = "", splittable: bool = False, programmatic: bool = True, fp8: Dtypes = BF16
+    rows: int,
+    n: int,
+    k: int,
+    *,
+    activation: str = "",
+    splittable: bool = False,
+    programmatic: bool = True,
+    fp8: Dtypes = BF16,
+    wide: bool = True,
 ) -> Tiles | None:
     """The tiles for a product [rows, k] x [n, k] (n outputs, of which an activation needs two each), or None: cuBLAS.
 
-    `splittable` allows parts to be left for the kernel behind it to sum; `programmatic` allows programmatic launches."""
-    for most, tiles in _fitting(n, k, activation, splittable and rows > 1, fp8):
+    `splittable` allows parts to be left for the kernel behind it to sum; `programmatic` allows programmatic launches, `wide` the kernels
+    in CUDA C++: ask without where `why_not_wide` refuses what was found with."""
+    for most, tiles in _allowed(n, k, activation, splittable and rows > 1, fp8, wide):
         if rows <= most:
             return tiles if programmatic or tiles is None else replace(tiles, prefetch=-1)
     return None
@@ -152,7 +161,7 @@ def row_cases(maximum: int) -> tuple[int, ...]:
 
 def most_rows(n: int, k: int, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16, wide: bool = True) -> int:
     """The largest number of rows that has tiles; `wide`: those of the kernels in CUDA C++ too."""
-    return max(most for most, tiles in _fitting(n, k, activation, splittable, fp8) if tiles is not None and (wide or not tiles.wide))
+    return max(most for most, tiles in _allowed(n, k, activation, splittable, fp8, wide) if tiles is not None)
 
 
 def say_rows(weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str = "", splittable: bool = False, fp8: Dtypes = BF16) -> str:
@@ -161,8 +170,8 @@ def say_rows(weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str
     wide = why_not_wide(weight, weight, bias) is None
     spans: list[tuple[int, int]] = []
     after = 0
-    for most, tiles in _fitting(n // (2 if activation else 1), k, activation, splittable, fp8):
-        if tiles is not None and (wide or not tiles.wide):
+    for most, tiles in _allowed(n // (2 if activation else 1), k, activation, splittable, fp8, wide):
+        if tiles is not None and most > after:
             spans = [*spans[:-1], (spans[-1][0], most)] if spans and spans[-1][1] == after else [*spans, (after + 1, most)]
         after = most
     said = " and ".join(f"to {last}" if first == 1 else f"{first} to {last}" for first, last in spans)
@@ -198,6 +207,11 @@ def _within_squares(tiles: Tiles) -> Tiles:
 def _narrow(table: _Table) -> Iterator[tuple[str, int, Tiles]]:
     """Without the kernels in CUDA C++, which convert no weights and know no scales of squares, and tiles of 8 rows, measured in bf16."""
     return ((kind, most, tiles) for kind, most, tiles in table if tiles is not None and not tiles.wide and tiles.block_m != 8)
+
+
+def _allowed(n: int, k: int, activation: str, splittable: bool, fp8: Dtypes, wide: bool) -> tuple[tuple[int, Tiles | None], ...]:
+    fitting = _fitting(n, k, activation, splittable, fp8)
+    return fitting if wide else tuple(entry for entry in fitting if entry[1] is None or not entry[1].wide)
 
 
 @functools.lru_cache(maxsize=1024)  # asked at each call outside of a graph

@@ -34,10 +34,12 @@ class NoModel(nn.Module):
 
 
 class PaddedForward(Forward):
-    """Runs nothing; pads as graphs would, to multiples of 8, FULL for decodes. Once bound, decodes make their whole step themselves."""
+    """Runs nothing; pads as graphs would, to multiples of 8, FULL for decodes. Once bound, decodes make their whole step themselves.
+    With `piecewise_decodes` they are PIECEWISE instead, as large as they are, as all requests or larger, or run without a graph."""
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, *, piecewise_decodes: bool = False) -> None:
         self._device = device
+        self._piecewise_decodes = piecewise_decodes
         self._decode: DecodeStep | None = None
 
     def bind_decode(self, decode: DecodeStep) -> None:
@@ -54,6 +56,10 @@ class PaddedForward(Forward):
     def dispatch(self, batch: Batch) -> Dispatch:
         if batch.num_tokens > 16:
             return Dispatch(exact(batch.shape))
+        if batch.uniform_query_len == 1 and self._piecewise_decodes:
+            sizes = (None, ROWS, batch.num_tokens, 8)
+            size = sizes[int(batch.seq_lens.sum()) % len(sizes)]
+            return Dispatch(exact(batch.shape) if size is None else Descriptor(mode=GraphMode.PIECEWISE, num_tokens=size))
         if batch.uniform_query_len == 1:
             return Dispatch(Descriptor(mode=GraphMode.FULL, num_tokens=5, num_requests=5))
         return Dispatch(Descriptor(mode=GraphMode.PIECEWISE, num_tokens=-(-batch.num_tokens // 8) * 8))
@@ -62,7 +68,14 @@ class PaddedForward(Forward):
         return torch.zeros(dispatch.num_tokens, 1, device=self._device)
 
 
-def make_plan_runner(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cpu", ops: StepOps | None = None) -> ModelRunner:
+def make_plan_runner(
+    seed: int,
+    *,
+    decode_in_graph: bool,
+    piecewise_decodes: bool = False,
+    device: torch.device | str = "cpu",
+    ops: StepOps | None = None,
+) -> ModelRunner:
     config = RunnerConfig(
         max_num_requests=ROWS,
         max_num_tokens=TOKENS,
@@ -72,7 +85,8 @@ def make_plan_runner(seed: int, *, decode_in_graph: bool, device: torch.device |
         decode_in_graph=decode_in_graph,
         replay_steps=MOST_STEPS,
     )
-    return ModelRunner(NoModel(seed).to(device), config, backend=PlainAttention, forward=PaddedForward(device), ops=ops)
+    forward = PaddedForward(device, piecewise_decodes=piecewise_decodes)
+    return ModelRunner(NoModel(seed).to(device), config, backend=PlainAttention, forward=forward, ops=ops)
 
 
 @dataclass

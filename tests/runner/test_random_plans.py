@@ -39,10 +39,17 @@ def check_rebuilt(runner: ModelRunner, world: World, plan: StepPlan) -> None:
     buffers, group = runner.buffers, runner.block_tables[0]
     assert buffers.input_ids[:padded].tolist() == ids + [0] * pad
     assert buffers.positions[:padded].tolist() == positions + [0] * pad
-    assert group.slot_mapping.tolist() == slots + [-1] * (TOKENS - len(ids))
-    assert buffers.query_start_loc.tolist() == starts + [len(ids)] * (ROWS - len(names))
-    assert buffers.seq_lens.tolist() == lens + [0] * (ROWS - len(names))
-    assert group.batch.tolist() == table + [[0] * (LENGTH // BLOCK)] * (ROWS - len(names))
+    if parked.batch.uniform_query_len == 1 and parked.dispatch.num_requests is None and padded <= ROWS:
+        # As in a decode graph: rows behind the batch are requests without a slot, and nobody looks beyond them.
+        assert group.slot_mapping[:padded].tolist() == slots + [-1] * pad
+        assert buffers.query_start_loc.tolist() == list(range(ROWS + 1))
+        assert buffers.seq_lens[:padded].tolist() == lens + [1] * pad
+        assert group.batch[:padded].tolist() == table + [[0] * (LENGTH // BLOCK)] * pad
+    else:
+        assert group.slot_mapping.tolist() == slots + [-1] * (TOKENS - len(ids))
+        assert buffers.query_start_loc.tolist() == starts + [len(ids)] * (ROWS - len(names))
+        assert buffers.seq_lens.tolist() == lens + [0] * (ROWS - len(names))
+        assert group.batch.tolist() == table + [[0] * (LENGTH // BLOCK)] * (ROWS - len(names))
     metadata = parked.context.attention_metadata["only"]
     assert metadata.num_requests == rows
     assert metadata.block_table.shape[0] == rows
@@ -126,9 +133,16 @@ def _equal(mine: torch.Tensor, theirs: np.ndarray) -> None:
     assert values.tobytes() == theirs.astype(values.dtype, casting="safe").tobytes()
 
 
-def follow(seed: int, *, decode_in_graph: bool, device: torch.device | str = "cpu", ops: StepOps | None = None) -> Counter[str]:
+def follow(
+    seed: int,
+    *,
+    decode_in_graph: bool,
+    piecewise_decodes: bool = False,
+    device: torch.device | str = "cpu",
+    ops: StepOps | None = None,
+) -> Counter[str]:
     """`PLANS` plans through the runner and both oracles; counts what happened."""
-    runner = make_plan_runner(seed, decode_in_graph=decode_in_graph, device=device, ops=ops)
+    runner = make_plan_runner(seed, decode_in_graph=decode_in_graph, piecewise_decodes=piecewise_decodes, device=device, ops=ops)
     world, oracle, seen = World(seed), CondensedBatch(ROWS, LENGTH, BLOCK), Counter[str]()
     for _ in range(PLANS):
         plan = world.plan()
@@ -173,6 +187,16 @@ def test_persistent_batch_equals_its_oracles(seed: int, decode_in_graph: bool) -
     seen = follow(seed, decode_in_graph=decode_in_graph)
     assert min(seen[name] for name in ("preempted", "resumed", "several steps", "ended", "moved")) > 0
     assert (seen["replayed"] > 20, seen["sampled in the graph"] > 5) == (decode_in_graph, decode_in_graph)
+    assert (seen["sampled by its operations"] > 5) == decode_in_graph
+
+
+@pytest.mark.parametrize("decode_in_graph", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_decodes_without_a_decode_graph_equal_the_oracles(seed: int, decode_in_graph: bool) -> None:
+    """Their inputs are built in another way than those of prompts, before and behind which they run."""
+    seen = follow(seed, decode_in_graph=decode_in_graph, piecewise_decodes=True)
+    assert min(seen[name] for name in ("preempted", "resumed", "several steps", "ended", "moved")) > 0
+    assert seen["replayed"] == seen["sampled in the graph"] == 0
     assert (seen["sampled by its operations"] > 5) == decode_in_graph
 
 

@@ -10,7 +10,8 @@ import torch
 from rung.launch import KernelImage, rehearse_launches, why_no_nvrtc
 from rung.launch.cuda_source import export_cuda
 from rung.launch.specialise import Specialisation
-from rung.passes.kernels import launches, projections, wide
+from rung.passes.ir.linear import LINEAR
+from rung.passes.kernels import fp8, launches, projections, wide
 from rung.passes.kernels.launches import Surroundings
 from rung.passes.kernels.split_kernel import split_product_kernel
 from rung.passes.kernels.tiles import Dtypes, tiles_for
@@ -51,6 +52,26 @@ def test_the_layers_op_takes_it_for_the_rows_it_is_for(monkeypatch: pytest.Monke
     weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     assert projections.describe(weight, None, "") == "4096x4096 to 64 and 129 to 192 rows"
     assert projections.describe(weight, torch.empty(4096, device="meta"), "") == "4096x4096 to 64 rows, not to 192: it adds no bias"
+
+
+def test_reports_say_which_rows_it_leaves_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rung.passes.kernels.support._why_not_device", lambda device: None)
+    monkeypatch.setitem(wide.WIDE.__dict__, "road", "prebound")
+    monkeypatch.setattr(wide, "why_no_nvrtc", lambda: None)
+    x, weight, bias = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((1, 4096), (4096, 4096), (4096,)))
+    assert LINEAR.describe(x, weight, None, "") == "gemv to 1, triton to 192, cublas beyond: 4096x4096 to 64 and 129 to 192 rows"
+    assert LINEAR.describe(x, weight, bias, "") == "gemv to 1, triton to 64, cublas beyond: 4096x4096, not to 192: it adds no bias"
+    assert LINEAR.describe(x, weight, None, "", True) == "batch_invariant: 4096x4096"
+
+
+@pytest.mark.parametrize(("biased", "rows"), [(False, "to 256 rows"), (True, "to 64 rows, not to 256: it adds no bias")])
+def test_a_bias_of_an_e4m3_weight_is_in_its_report(biased: bool, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(wide.WIDE.__dict__, "road", "prebound")
+    monkeypatch.setattr(wide, "why_no_nvrtc", lambda: None)
+    x, weight = torch.empty(1, 4096, dtype=E4M3), torch.empty(4096, 4096, dtype=E4M3)
+    bias = torch.empty(4096) if biased else None
+    said = fp8.describe_linear(x, torch.empty(1), weight, torch.empty(4096), bias, torch.bfloat16)
+    assert said == f"4096x4096 e4m3 {rows}, then _scaled_mm"
 
 
 @pytest.mark.skipif(why_no_nvrtc() is not None, reason=why_no_nvrtc() or "")

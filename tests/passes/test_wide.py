@@ -140,7 +140,7 @@ def test_a_report_says_why_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> N
     assert projections.describe_linear(*args[:3], "") == "28672x4096 to 64 rows"  # the wide kernel is not for it
     monkeypatch.setattr(wide, "why_no_nvrtc", lambda: None)
     assert projections.describe_linear(*args) == "28672x4096 silu to 128 and 209 to 256 rows"
-    assert projections.describe_product(*args) == "28672x4096 silu"
+    assert projections.describe_product(*args) == "28672x4096 silu to 128 and 209 to 256 rows"
 
 
 @pytest.fixture

@@ -65,8 +65,8 @@ def why_not_linear(
     return None
 
 
-def describe_linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, *_: Any) -> str:
-    return "weights alone" if x_scale is None else describe_product(weight, weight_scale, None, "")
+def describe_linear(x: torch.Tensor, x_scale: Scale, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Scale, *_: Any) -> str:
+    return "weights alone" if x_scale is None else describe_product(weight, weight_scale, bias, "")
 
 
 def linear(

@@ -46,10 +46,13 @@ def describe_linear(*args: Any) -> str:
 
 
 def describe_product(*args: Any) -> str:
-    """The size of a product, where the provider says the rest."""
-    _, weight, bias, activation, *_ = args
-    why = why_fewer_rows(weight, bias, activation=activation)
-    return f"{weight.shape[0]}x{weight.shape[1]}{' ' + activation if activation else ''}{why}"
+    """The size of a product, where the provider says the rest: with the rows of our kernels where cuBLAS takes some between them."""
+    _, weight, bias, activation, *invariant = args
+    size = f"{weight.shape[0]}x{weight.shape[1]}{' ' + activation if activation else ''}"
+    if any(invariant):
+        return size
+    said = say_rows(weight, bias, activation=activation)
+    return f"{size} {said}" if " and " in said.partition(" rows")[0] else size + why_fewer_rows(weight, bias, activation=activation)
 
 
 def describe_norm_linear(*args: Any) -> str:

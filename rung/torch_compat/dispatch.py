@@ -31,7 +31,9 @@ def single_overload(target: Any) -> Any:
 
 
 def num_updates(tensor: torch.Tensor) -> int:
-    """How often the tensor, or one with its memory, was updated in place by ops of torch; 0 where nobody counts. Checked on torch 2.13."""
+    """How often the tensor, or one with its memory, was updated in place by ops of torch; 0 where nobody counts.
+
+    Checked on torch 2.11 and 2.13."""
     return 0 if tensor.is_inference() else tensor._version
 
 

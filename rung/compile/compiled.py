@@ -58,7 +58,6 @@ class CompiledFunction:
         self.arguments = sorted(arguments, key=lambda n: order.get(self.plan.inputs[n], n))
         calls = [self._call_of(step) for step in self.plan.steps]
         self._walks = {joined: self._walk(steps) for joined, steps in self._parts.items()}
-        self.steps, self.joined_steps = self._walks[False].bound, self._walks[True].bound
         self.source: Source = stitch(self.plan, calls, self.weights, self.arguments)
         self.stitched = self.source.build("stitched")
         self._restore: Callable[..., Any] = restorer(self.plan, self.arguments, self.weights).build("restore")
@@ -94,6 +93,15 @@ class CompiledFunction:
 
     def _call_of(self, step: Step) -> StepCall:
         return self._breaks[step.name, len(step.calls)] if step.piece is None else self._pieces[step.piece]
+
+    @property
+    def steps(self) -> Sequence[BoundStep]:
+        """As graphs see them where `joined` is not asked for."""
+        return self._walks[False].bound
+
+    @property
+    def joined_steps(self) -> Sequence[BoundStep]:
+        return self._walks[True].bound
 
     @property
     def joined(self) -> JoinedPlan:

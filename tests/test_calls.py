@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,6 +222,21 @@ class Caching(nn.Module):
         torch.ops.rungtest.write(self.linear(x), y)
         self.cache.mul_(0.5).add_(y.sum(0))
         return torch.relu(y) + self.cache[:2].sum(0)
+
+
+def test_inductors_own_cache_does_not_hide_for_which_sizes_a_piece_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second store is empty, Inductor's cache is not."""
+    module = nn.Sequential(Caching(), Caching()).eval().requires_grad_(False)
+    found = []
+    for store in ("first", "second"):
+        monkeypatch.setenv("RUNG_CACHE_DIR", str(tmp_path / store))
+        copied, eager = copy.deepcopy(module), copy.deepcopy(module)
+        rung.wrap(copied, dynamic={"input": {0: "rows"}}, split_ops=TOY_OPS)
+        for rows in (3, 5000):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(copied(x), eager(x), rtol=1e-4, atol=1e-4)
+        found.append(copied.rung.counters[Count.UNHINTED_COMPILES])
+    assert found[0] == found[1]
 
 
 def test_a_second_set_of_caches_costs_no_trace() -> None:

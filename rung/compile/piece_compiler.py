@@ -8,6 +8,7 @@ import hashlib
 import platform
 import re
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -220,8 +221,9 @@ class PieceCompiler:
                     high = traced.bounds.get(traced.symbols.get(str(symbol), ""))
                     fresh.symbol(str(symbol), *((high,) if sizes is None else (sizes.high, sizes.low)))
                 inputs.append(fresh.tensor(value) if isinstance(value, torch.Tensor) else fresh.integer(value))
-        # ranges, hints and the default dtype are not in Inductor's own key
-        tag = repr((hinted, torch.get_default_dtype(), sorted(map(str, traced.bounds.values())), sizes and (sizes.low, sizes.high)))
+        # ranges, hints and the default dtype are not in Inductor's own key; where its hits lose guards there are none
+        once = uuid.uuid4().hex if fresh.has_hints and torch_compat.loses_guards() else ""
+        tag = repr((hinted, torch.get_default_dtype(), sorted(map(str, traced.bounds.values())), sizes and (sizes.low, sizes.high), once))
         module = copy.deepcopy(piece.graph_module)
         fresh.propagate(module, inputs)
         on_cuda = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in inputs)

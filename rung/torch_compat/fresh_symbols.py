@@ -28,6 +28,11 @@ class FreshSymbols:
         self._symbols: dict[str, torch.SymInt | int] = {}
         self._range: dict[Any, tuple[int, int | None]] = {}
 
+    @property
+    def has_hints(self) -> bool:
+        """Whether a size has a hint, so that guards may follow from it."""
+        return bool(self._range)
+
     def symbol(self, name: str, high: int | None = None, low: int = 0) -> torch.SymInt | int:
         """The size called `name`, at least `low` and at most `high`; a number where these are equal."""
         if name not in self._symbols:

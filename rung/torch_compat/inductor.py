@@ -50,6 +50,12 @@ def needs_size_asserts() -> bool:
     return tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 14)
 
 
+def loses_guards() -> bool:
+    """Whether a piece from Inductor's own cache may come without guards on its sizes, so that nobody knows for which it was made: on 2.11
+    the C++ of a sum is for up to 4096 rows, and a hit said nothing of it (2.12 to 2.14 put no such guard). Can go with 2.11."""
+    return tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 12)
+
+
 def serialize_artifact(artifact: Any) -> bytes:
     import torch._functorch.config as functorch_config
 

@@ -47,13 +47,19 @@ def compile_piece(graph_module: fx.GraphModule, fresh: FreshSymbols, inputs: Seq
 def needs_size_asserts() -> bool:
     """Whether generated code knows the sizes of its inputs only when it asserts them: 2.14's wrapper binds symbols that no Dynamo source
     names together with the assertions, and fails with a NameError without. Can go when it binds them anyway (`codegen_inputs`)."""
-    return tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 14)
+    return _version() >= (2, 14)
 
 
 def loses_guards() -> bool:
     """Whether a piece from Inductor's own cache may come without guards on its sizes, so that nobody knows for which it was made: on 2.11
-    the C++ of a sum is for up to 4096 rows, and a hit said nothing of it (2.12 to 2.14 put no such guard). Can go with 2.11."""
-    return tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 12)
+    the C++ of a sum is for up to 4096 rows, and a hit said nothing of it. Hits are meant to add them again
+    (https://github.com/pytorch/pytorch/pull/151563); 2.12 to 2.14 put no such guard. Can go with 2.11."""
+    return _version() < (2, 12)
+
+
+def _version() -> tuple[int, ...]:
+    """Of torch, major and minor."""
+    return tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
 
 
 def serialize_artifact(artifact: Any) -> bytes:

@@ -4,9 +4,9 @@ For weights of some 4096 rows, tiles that keep the matrix units busy are fewer t
 programs of their own they cost a second kernel and float32 parts in memory. Here the blocks of a cluster take parts of k, the warpgroups
 of a block halves of each step, with all rows of x and 64 of the weights, and exchange their sums in shared memory.
 
-The weights are the left side. What bounds such products is shared memory, 128 bytes a cycle: an instruction reads its 64 rows of the left
-side and all rows of the right one, so one of 64 weights by 256 rows reads 10 KB where two of 64 rows by 64 weights each read twice 4 KB
-for half of the work.
+The weights are the left side of the instruction, so that a block needs 64 of them for one that multiplies all rows: with rows on the left
+it reads shared memory more often for the same work. Measured, the bound is what a multiprocessor takes from the L2 cache, 64 bytes a cycle
+(docs/performance.md).
 """
 
 from __future__ import annotations

@@ -162,17 +162,11 @@ def test_equal_keys_are_equal_launches_of_a_break_that_rotates_too(
     assert all(seen == group[0] for group in found.values() for seen in group)
 
 
-def test_who_overrides_the_rotation_answers_anew() -> None:
-    class Newer(TritonPaged):
-        def rotate_and_write(self, *arguments: Any) -> None:
-            super().rotate_and_write(*arguments)
+class Newer(TritonPaged):
+    """Overrides the rotation and says nothing of its launches."""
 
-    spec, batches = SPECS["plain"], Batches(4)
-    call, layer = one_layer(Newer(spec), spec, 4, False)
-    context = context_of(layer, batches.draw(random.Random(0)))
-    keys = LaunchKeys.of([call], context)
-    assert keys is not None
-    assert keys.now(context) == (None,)
+    def rotate_and_write(self, *arguments: Any) -> None:
+        super().rotate_and_write(*arguments)
 
 
 def test_a_longest_request_that_grows_seldom_changes_a_key() -> None:
@@ -198,9 +192,10 @@ def test_flash_attention_answers_for_decodes_alone() -> None:
     assert keys.now(context_of(layer, replace(metadata, max_query_len=2))) == (None,)
 
 
-def test_other_backends_say_nothing() -> None:
+@pytest.mark.parametrize("backend", [TorchReference, Newer])
+def test_other_backends_say_nothing(backend: type[AttentionBackend]) -> None:
     spec, batches = SPECS["plain"], Batches(4)
-    call, layer = one_layer(TorchReference(spec), spec, 4, False)
+    call, layer = one_layer(backend(spec), spec, 4, False)
     context = context_of(layer, batches.draw(random.Random(0)))
     keys = LaunchKeys.of([call], context)
     assert keys is not None

@@ -4,9 +4,8 @@ For weights of some 4096 rows, tiles that keep the matrix units busy are fewer t
 programs of their own they cost a second kernel and float32 parts in memory. Here the blocks of a cluster take parts of k, the warpgroups
 of a block halves of each step, with all rows of x and 64 of the weights, and exchange their sums in shared memory.
 
-The weights are the left side of the instruction, so that a block needs 64 of them for one that multiplies all rows: with rows on the left
-it reads shared memory more often for the same work. Measured, the bound is what a multiprocessor takes from the L2 cache, 64 bytes a cycle
-(docs/performance.md).
+The weights are the left side of the instruction, 64 of them, and all rows of x its right side: with rows on the left it reads shared memory
+more often for the same work. Measured, the bound is what a multiprocessor takes from the L2 cache, 64 bytes a cycle (docs/performance.md).
 """
 
 from __future__ import annotations

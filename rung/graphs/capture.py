@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +12,16 @@ import torch
 from rung import torch_compat
 from rung.compile.bound import BoundPlan, BoundStep, Capture, StepCall
 from rung.errors import CaptureError
-from rung.graphs.backends.base import CapturedGraph, GraphBackend, GraphPool
+from rung.graphs.backends.base import GraphBackend, GraphPool, NodeCounts
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dry_run import DryRun
-from rung.graphs.program import GraphLaunch, PreboundBreak, ReplayProgram
+from rung.graphs.program import GraphLaunch, PieceLaunches, PreboundBreak, ReplayProgram
 from rung.graphs.repeats import BreakRepeats
+from rung.launch import LaunchRecord, Workspace, record_launches
+
+# A graph between two breaks is replayed as launches where the weights of its pieces are so many bytes: reading them takes longer (33 us at
+# 4 TB/s) than the host needs for the launches of a decoder layer, six or seven of some 2.5 us.
+LAUNCHED_BYTES = 128 << 20
 
 
 class _Capture:
@@ -40,7 +45,9 @@ class _Capture:
         self._generators = generators
         self._check = DryRun(backend.device, generators, stop=True) if watch else None
         self._full = full
-        self._open: AbstractContextManager[CapturedGraph] | None = None
+        self._open: ExitStack | None = None
+        self._record: LaunchRecord | None = None
+        self._bytes = 0  # of what the pieces of the open graph were given
         self.actions: list[GraphLaunch | PreboundBreak] = []
         self.step = ""
 
@@ -53,6 +60,7 @@ class _Capture:
             if self._open is None:
                 self._begin(step.name)
             if step.kind == "piece":
+                self._bytes += sum(value.nbytes for value in arguments if isinstance(value, torch.Tensor))
                 return self._backend.call_piece(step, arguments)
             with nullcontext() if self._check is None else self._check.watch():
                 return step.call(arguments)
@@ -75,8 +83,11 @@ class _Capture:
 
     def _begin(self, name: str) -> None:
         """Open the graph of the steps from here to the next one that must run on the host."""
-        opened = self._backend.capture(self._pool, self._generators)
-        self._graph, self._name = opened.__enter__(), name
+        opened = ExitStack()
+        self._graph, self._name = opened.enter_context(self._backend.capture(self._pool, self._generators)), name
+        recorded = self._backend.repeats_launches() and not self._full
+        self._record = opened.enter_context(record_launches(Workspace())) if recorded else None
+        self._bytes = 0
         self._open = opened  # only what was entered is left
 
     def _end(self, *, settle: bool) -> None:
@@ -84,11 +95,20 @@ class _Capture:
         if opened is None:
             return
         opened.__exit__(None, None, None)
-        self.actions.append(GraphLaunch(self._name, self._graph))
+        self.actions.append(self._launched() or GraphLaunch(self._name, self._graph))
         if settle:
             self._backend.settle(self._graph)
         else:
             self._backend.upload(self._graph)
+
+    def _launched(self) -> PieceLaunches | None:
+        """The graph that was captured as launches, where these are all that it holds, and short beside the work."""
+        record, nodes = self._record, self._graph.nodes
+        if record is None or nodes is None or not len(record) or record.why_not is not None or record.memory.nbytes:
+            return None
+        if self._bytes < LAUNCHED_BYTES or nodes != NodeCounts(kernels=len(record)):
+            return None
+        return PieceLaunches(self._name, self._graph, record.repeat())
 
     def aliases(self, values: Sequence[Any]) -> list[Any]:
         """What a program may keep of values: memory of the pool without owning it, everything else strongly."""

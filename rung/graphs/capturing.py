@@ -169,6 +169,7 @@ class Capturing:
         self.wanted.captured(descriptor)
         self.failed.discard(descriptor)
         self._counters.add(Count.CAPTURES)
+        self._counters.add(Count.LAUNCHED_PIECES, program.pieces_launched)
         pool_bytes, executable_bytes = pool.bytes() - self.account.pool_bytes, pool.executable_bytes() - others_before
         clock.lap("account")
         return CaptureEntry(descriptor, clock.total, pool_bytes, program.launches, executable_bytes, program.nodes, clock.seconds)

@@ -26,6 +26,17 @@ class GraphLaunch:
         self.run = graph.replay
 
 
+class PieceLaunches(GraphLaunch):
+    """Replays what a graph holds as launches, each of which may start while the one before it runs, those of the breaks around it too;
+    between a graph and its neighbours on the stream the device stands still for some microseconds."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, graph: CapturedGraph, repeat: Run) -> None:
+        super().__init__(name, graph)
+        self.run = repeat
+
+
 class PreboundBreak:
     """Calls a break with the arguments of the capture. Later graphs read its outputs where the capture put them, so fresh ones are copied
     there; an output that lies there already (an out-argument, a buffer of the break's own) is left alone. `attention` is the call of a
@@ -100,8 +111,13 @@ class ReplayProgram:
 
     @property
     def launches(self) -> int:
-        """Graph launches of one replay."""
+        """Graphs of the program."""
         return sum(isinstance(action, GraphLaunch) for action in self.actions)
+
+    @property
+    def pieces_launched(self) -> int:
+        """How many of its graphs a replay runs as launches."""
+        return sum(isinstance(action, PieceLaunches) for action in self.actions)
 
     @property
     def nodes(self) -> NodeCounts | None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
+from rung.graphs import capture
 from rung.runner import RunnerConfig, SamplingParams, build_engine
 from rung.runner.config import Mode
 from rung.runner.graph_forward import GraphForward
@@ -135,3 +136,27 @@ def greedy(graphs: Mode, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}], ids=["plain", "an e4m3 cache"])
 def test_piecewise_decodes_give_the_tokens_of_full_ones(options: dict[str, Any]) -> None:
     assert greedy("piecewise", **options) == greedy("full_and_piecewise", **options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="kernels start early from 9.0 on")
+@pytest.mark.parametrize("graphs", ["piecewise", "full_and_piecewise"])
+def test_pieces_as_launches_give_the_tokens_of_graphs(graphs: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = greedy(graphs)
+    monkeypatch.setattr(capture, "LAUNCHED_BYTES", 0)
+    config = RunnerConfig(max_num_requests=4, max_num_tokens=64, max_model_len=320, graphs=graphs, capture_sizes=(1, 2, 4, 64))
+    engine, runner, _ = build_engine(small_model().bfloat16(), config)
+    assert runner.counters["launched_pieces"] > 0
+    prompts = [[first, *range(2, 9 * first + 3)] for first in range(1, 6)]
+    for _ in range(3):
+        runner.forward.manager.poison()
+        found = engine.generate(prompts, SamplingParams(max_tokens=80, ignore_eos=True, temperature=0.0))
+        assert [list(one.token_ids) for one in found] == wanted
+    for first in range(4):
+        engine.add_request([first, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
+    for _ in range(20):
+        engine.step()
+    torch.cuda.synchronize()
+    with no_waiting():
+        runner.execute_model(engine.scheduler.schedule())
+    runner.sample_tokens()
+    engine.executor.shutdown()

@@ -108,6 +108,10 @@ class GraphBackend(ABC):
         """Why graphs have no `nodes`, None when they have."""
         return None
 
+    def repeats_launches(self) -> bool:
+        """Whether what our launchers launch inside of a capture may be enqueued again in place of the graph, and is the faster for it."""
+        return False
+
     @abstractmethod
     def new_pool(self) -> GraphPool:
         """A pool that the caller owns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -83,6 +84,22 @@ def test_without_an_activation(n: int, k: int, e4m3: bool, blocks: int) -> None:
     assert error(found, meaning(x, weight, x_scale, weight_scale, "")) < 5e-3
 
 
+@pytest.mark.parametrize(("n", "k", "parts"), [(8, 256, 2), (1000, 4160, 3), (4096, 14336, 2), (136, 4096, 4), (4096, 384, 3)])
+@pytest.mark.parametrize("e4m3", [False, True])
+@pytest.mark.parametrize(("blocks", "rows"), [(1, 70), (1, 200), (2, 209), (2, 256)])
+def test_parts_of_k(n: int, k: int, parts: int, e4m3: bool, blocks: int, rows: int) -> None:
+    x, weight, x_scale, weight_scale = operands(rows, n, k, e4m3)
+    weight, weight_scale = weight[:n], None if weight_scale is None else weight_scale[:n]
+    found = wide_product(x, weight, "", x_scale, weight_scale, blocks=blocks, block_n=64, stages=6, programmatic=True, parts=parts)
+    assert (found.shape, found.dtype) == ((parts, rows, n), torch.float32)
+    step = 128 // x.element_size()
+    steps = -(-k // step)
+    bounds = [steps * part // parts * step for part in range(parts)] + [k]
+    for part in range(parts):
+        columns = slice(bounds[part], bounds[part + 1])
+        assert error(found[part], meaning(x[:, columns], weight[:, columns], x_scale, weight_scale, "")) < 2e-3, part
+
+
 def test_one_scale_for_all_rows_and_rows_apart() -> None:
     x, weight, _, weight_scale = operands(130, 1792, 4096, True)
     one = torch.full((1, 1), 0.7, device=CUDA)
@@ -115,6 +132,26 @@ def test_waits_for_the_kernel_that_writes_its_rows(e4m3: bool) -> None:
         middle = meaning(*first[:2], None, None).bfloat16()
         wanted = meaning(middle.to(E4M3) if e4m3 else middle, second[1], scale if e4m3 else None, second[3])
         assert error(found, wanted) < 2e-2, draw
+
+
+def test_parts_are_summed_by_the_norm_behind_them() -> None:
+    """As in a decoder layer: product, residual and norm, and the next product, with other rows in each replay of a graph."""
+    torch.manual_seed(3)
+    draw = functools.partial(torch.randn, device=CUDA, dtype=torch.bfloat16)
+    x, weight, residual, scale, after = draw(256, 4096), draw(4096, 4096) / 64, draw(256, 4096), draw(4096), draw(28672, 4096) / 64
+    args = weight, None, residual, scale, 1e-5, after, None, "silu"
+    torch.ops.rung.linear_norm_linear(x, *args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = torch.ops.rung.linear_norm_linear(x, *args)
+    for _ in range(5):
+        x.copy_(draw(256, 4096))
+        graph.replay()
+        hidden = (x.double() @ weight.double().t()).bfloat16().double() + residual.double()
+        normed = (scale.double() * hidden * torch.rsqrt(hidden.square().mean(1, keepdim=True) + 1e-5)).bfloat16()
+        assert error(found[1], hidden) < 5e-3
+        assert error(found[0], meaning(normed, after, None, None)) < 1e-2
 
 
 def test_replays_are_equal_bit_by_bit() -> None:

@@ -34,7 +34,7 @@ def prebound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def constants(**other: Any) -> dict[str, Any]:
-    return {"BLOCK_N": 112, "BLOCKS": 2, "STAGES": 5, "E4M3": False, "ACTIVATION": "silu", **other}
+    return {"BLOCK_N": 112, "BLOCKS": 2, "PARTS": 1, "STAGES": 5, "E4M3": False, "ACTIVATION": "silu", **other}
 
 
 def specialisation(**other: Any) -> Specialisation:
@@ -111,6 +111,20 @@ def test_a_launch_wants_one_image_for_all_rows_and_weights() -> None:
     assert (options["num_warps"], options["num_ctas"], options["launch_pdl"]) == (9, 2, True)
 
 
+def test_parts_are_float32_and_of_whole_steps() -> None:
+    x, weight = torch.empty(256, 256, dtype=torch.bfloat16), torch.empty(96, 256, dtype=torch.bfloat16)
+    way: dict[str, Any] = {"blocks": 2, "block_n": 64, "stages": 6, "programmatic": True}
+    with rehearse_launches(90) as rehearsal:
+        parts = wide_product(x, weight, "", None, None, **way, parts=4)
+        with pytest.raises(AssertionError, match="whole steps"):
+            wide_product(x, weight, "", None, None, **way, parts=5)
+        with pytest.raises(AssertionError, match="whole steps"):
+            wide_product(x, weight, "silu", None, None, **way, parts=2)
+    assert (parts.shape, parts.dtype) == ((4, 256, 96), torch.float32)
+    ((_, found, _),) = rehearsal.wanted.values()
+    assert found.constants["PARTS"] == 4
+
+
 def blocks(rows: int, fp8: Dtypes = BF16) -> int:
     """Of a cluster for the 8B shape's gated product; 0: another kernel."""
     tiles = tiles_for(rows, 14336, 4096, activation="silu", fp8=fp8)
@@ -118,10 +132,24 @@ def blocks(rows: int, fp8: Dtypes = BF16) -> int:
 
 
 def test_rows_that_take_it() -> None:
-    assert [blocks(rows) for rows in (64, 65, 128, 129, 208, 209, 256, 257)] == [0, 1, 1, 0, 0, 1, 1, 0]
+    assert [blocks(rows) for rows in (64, 65, 128, 129, 208, 209, 256, 257)] == [0, 1, 1, 0, 0, 2, 2, 0]
     assert [blocks(rows, Dtypes(True, True)) for rows in (64, 65, 128, 129, 256, 257, 512, 513)] == [0, 1, 1, 2, 2, 1, 1, 0]
     for other in (Dtypes(weights=True), Dtypes(True, True, squares=True)):  # converted weights; scales of squares
         assert not any(blocks(rows, other) for rows in range(600))
+
+
+def parts(rows: int, k: int, *, splittable: bool = True, n: int = 4096) -> int:
+    """Of k in products whose sums the norm behind adds up; 0: another kernel."""
+    tiles = tiles_for(rows, n, k, splittable=splittable)
+    return 0 if tiles is None or not tiles.wide or tiles.shares_k else tiles.splits
+
+
+def test_rows_whose_parts_are_summed_behind_it() -> None:
+    for k in (4096, 14336):
+        assert [parts(rows, k) for rows in (192, 208, 209, 256, 257)] == [0, 0, 2, 2, 0]
+        assert parts(256, k, splittable=False) == 0
+    assert parts(256, 4096, n=6144) == 0
+    assert parts(256, 2048) == 0
 
 
 def test_its_tiles_fill_two_rounds_of_the_8b_shape() -> None:
@@ -179,10 +207,14 @@ def test_bindings_without_their_library_are_a_reason(monkeypatch: pytest.MonkeyP
 
 @needs_nvrtc
 @pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize(("e4m3", "activation"), [(False, "silu"), (True, "silu"), (False, "gelu"), (True, "")])
-def test_nvrtc_compiles_it_without_a_device(blocks: int, e4m3: bool, activation: str) -> None:
+@pytest.mark.parametrize(
+    ("e4m3", "activation", "parts"),
+    [(False, "silu", 1), (True, "silu", 1), (False, "gelu", 1), (True, "", 1), (False, "", 2), (True, "", 2)],
+)
+def test_nvrtc_compiles_it_without_a_device(blocks: int, e4m3: bool, activation: str, parts: int) -> None:
     options = {"num_warps": 9, "num_ctas": blocks, "launch_pdl": True}
-    image = export_cuda(wide_product_kernel, specialisation(BLOCKS=blocks, E4M3=e4m3, ACTIVATION=activation), options, 90)
+    wanted = specialisation(BLOCKS=blocks, E4M3=e4m3, ACTIVATION=activation, PARTS=parts)
+    image = export_cuda(wide_product_kernel, wanted, options, 90)
     assert KernelImage.from_bytes(image.to_bytes()) == image
     assert image.cubin[:4] == b"\x7fELF"
     assert b"wide_product_kernel" in image.cubin

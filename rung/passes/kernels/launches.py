@@ -69,7 +69,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, tiles: 
             )  # fmt: skip
         return wide_product(
             x, weight, around.activation, around.x_scale, scale,
-            blocks=tiles.wide, block_n=tiles.block_n, stages=tiles.num_stages, programmatic=tiles.prefetch >= 0,
+            blocks=tiles.wide, block_n=tiles.block_n, stages=tiles.num_stages, programmatic=tiles.prefetch >= 0, parts=tiles.splits,
         )  # fmt: skip
     if tiles.splits > 1:
         out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=x.device)

@@ -42,17 +42,21 @@ def wide_product(
     block_n: int,
     stages: int,
     programmatic: bool,
+    parts: int = 1,
 ) -> torch.Tensor:
     """act(x @ gate.T) * (x @ up.T), bf16 [rows, n], of x [rows, k] and weight [2 * n, k], the gates first; without an activation
     x @ weight.T, weight [n, k]. Both bf16, or e4m3 with x_scale [rows, 1] and weight_scale [2 * n] or [n], float32. `blocks` of a cluster
-    take 128 rows each and share the weights; a tile has twice `block_n` rows of them."""
+    take 128 rows each and share the weights; a tile has twice `block_n` rows of them. With `parts` > 1, without an activation, the sums of
+    each part of k: float32 [parts, rows, n]."""
     rows, n = x.shape[0], weight.shape[0] // (2 if activation else 1)
-    out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
-    tiles = -(-rows // (ROWS * blocks)) * -(-n // (block_n if activation else 2 * block_n))
+    assert parts == 1 or (not activation and parts * ROW_BYTES <= x.shape[1] * x.element_size()), "parts are of whole steps"
+    shape, dtype = ((rows, n), torch.bfloat16) if parts == 1 else ((parts, rows, n), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    tiles = -(-rows // (ROWS * blocks)) * -(-n // (block_n if activation else 2 * block_n)) * parts
     clusters = min(tiles, multiprocessors(x.device) // blocks)
     WIDE.run(
         (clusters, 1, 1), tensor_map(x, ROWS), tensor_map(weight, block_n), *_operands(x, x_scale, weight_scale, out),
-        BLOCK_N=block_n, BLOCKS=blocks, STAGES=stages, E4M3=x_scale is not None, ACTIVATION=activation,
+        BLOCK_N=block_n, BLOCKS=blocks, PARTS=parts, STAGES=stages, E4M3=x_scale is not None, ACTIVATION=activation,
         num_warps=_WARPS, num_ctas=blocks, launch_pdl=programmatic,
     )  # fmt: skip
     return out
@@ -84,6 +88,6 @@ def split_product(
 
 def _operands(x: torch.Tensor, x_scale: torch.Tensor | None, weight_scale: torch.Tensor | None, out: torch.Tensor) -> tuple[Any, ...]:
     """What both kernels are given behind the maps of x and of the weights; where there is no scale they read none."""
-    (rows, n), steps = out.shape, -(-x.shape[1] * x.element_size() // ROW_BYTES)
+    (rows, n), steps = out.shape[-2:], -(-x.shape[1] * x.element_size() // ROW_BYTES)
     scales = out if x_scale is None else x_scale, out if weight_scale is None else weight_scale
     return out, *scales, rows, n, steps, 0 if x_scale is None else x_scale.stride(0), n

@@ -4,6 +4,8 @@ Why not Triton: its tiles are powers of two. Twice 112 outputs a tile fill 97 % 
 of the 8B shape, where twice 128 fill 85 %; and two blocks of a cluster, one for each half of the rows, take each weight from memory once
 (multicast). A block is two warpgroups, 64 rows each, that multiply (wgmma) what a ninth warp has the copy engine bring into a ring of
 stages. Blocks walk over tiles, so that the first stages of a tile are on their way during the end of the one before.
+
+Where tiles are too few for all multiprocessors, parts of k are tiles of their own, and the kernel behind sums what they leave.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ __device__ float gated(float gate, float up) {
 
 // x [rows, k]; weight [2 * n, k], the gates first, or PLAIN [n, k]; out [rows, n]; scales of e4m3: x_scale a row, x_stride apart,
 // weight_scale a row of the weights. A tile has two sets of N rows of them: gates and what they gate, or PLAIN neighbours.
-// n is a multiple of 8; steps: of STAGE bytes along k. Grid: clusters of BLOCKS blocks, any number.
+// n is a multiple of 8; steps: of STAGE bytes along k. With PARTS > 1, PLAIN, out is float [PARTS, rows, n]: the sums of each part of k.
+// Grid: clusters of BLOCKS blocks, any number.
 extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, u16* out, const float* x_scale,
     const float* weight_scale, int rows, int n, int steps, int x_stride, int out_stride) {
@@ -43,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
   const u32 ring = (shared_address(raw) + 1023) & ~1023u, full = ring + STAGES * STAGE, empty = full + 8 * STAGES;
   float* scales = (float*)(raw + (empty + 8 * STAGES - shared_address(raw)));  // [2][2 * N]: of this tile and of the one before
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x % BLOCKS;
-  const int row_tiles = (rows + 128 * BLOCKS - 1) / (128 * BLOCKS), tiles = row_tiles * ((n + WIDTH - 1) / WIDTH), second = PLAIN ? N : n;
+  const int row_tiles = (rows + 128 * BLOCKS - 1) / (128 * BLOCKS), columns = (n + WIDTH - 1) / WIDTH, second = PLAIN ? N : n;
+  const int tiles = row_tiles * columns * PARTS;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) init(full + 8 * s, 1), init(empty + 8 * s, 2 * BLOCKS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -56,8 +60,9 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
     if (lane == 0) {
       bool waited = false;  // for the kernel before, which may still write x; weights are older
       for (int tile = blockIdx.x / BLOCKS; tile < tiles; tile += gridDim.x / BLOCKS) {
-        const int row = (tile % row_tiles * BLOCKS + block) * 128, column = tile / row_tiles * WIDTH;
-        for (int step = 0; step < steps; step++) {
+        const int row = (tile % row_tiles * BLOCKS + block) * 128, column = tile / row_tiles % columns * WIDTH;
+        const int part = tile / row_tiles / columns, first = steps * part / PARTS, end = steps * (part + 1) / PARTS;
+        for (int step = first; step < end; step++) {
           wait(empty + 8 * stage, phase ^ 1);
           const u32 barrier = full + 8 * stage, x = ring + stage * STAGE, w = x + X_BYTES;
           expect(barrier, STAGE);
@@ -69,10 +74,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
           }
           if (waited) {
             load(x, &x_map, barrier, step * K, row);
-          } else if (step == steps - 1 || step == STAGES - 1) {
+          } else if (step == end - 1 || step == first + STAGES - 1) {
             asm volatile("griddepcontrol.wait;" ::: "memory");
             waited = true;
-            for (int s = 0; s <= step; s++) load(ring + s * STAGE, &x_map, full + 8 * s, s * K, row);
+            for (int s = 0; s <= step - first; s++) load(ring + s * STAGE, &x_map, full + 8 * s, (first + s) * K, row);
           }
           if (++stage == STAGES) stage = 0, phase ^= 1;
         }
@@ -84,7 +89,9 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
     int odd = 0;
     if (E4M3) asm volatile("griddepcontrol.wait;" ::: "memory");  // x_scale is the predecessor's too
     for (int tile = blockIdx.x / BLOCKS; tile < tiles; tile += gridDim.x / BLOCKS, odd ^= 1) {
-      const int row = (tile % row_tiles * BLOCKS + block) * 128 + group * 64 + warp % 4 * 16 + lane / 4, column = tile / row_tiles * WIDTH;
+      const int row = (tile % row_tiles * BLOCKS + block) * 128 + group * 64 + warp % 4 * 16 + lane / 4;
+      const int column = tile / row_tiles % columns * WIDTH, part = tile / row_tiles / columns;
+      const int count = steps * (part + 1) / PARTS - steps * part / PARTS;
       float row_scale[2] = {1.0f, 1.0f};
       const float* mine = scales + odd * 2 * N;
       if (E4M3) {
@@ -97,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
       }
       float sums[N];  // of the first set, then of the second: in one instruction, which reads x once for both
       int before = -1;
-      for (int step = 0; step < steps; step++) {
+      for (int step = 0; step < count; step++) {
         wait(full + 8 * stage, phase);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
         const u64 x = matrix(ring + stage * STAGE + group * 64 * 128), w = matrix(ring + stage * STAGE + X_BYTES);
@@ -115,6 +122,18 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
       }
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       if (threadIdx.x % 128 < BLOCKS) arrive(empty + 8 * before, threadIdx.x % 128);
+#if PARTS > 1
+#pragma unroll
+      for (int o = 0; o < 2 * N; o += 8) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float s[2] = {sums[o / 2 + 2 * h], sums[o / 2 + 2 * h + 1]};
+          if (E4M3) for (int i = 0; i < 2; i++) s[i] *= row_scale[h] * mine[o + 2 * quad + i];
+          const int at = column + o + 2 * quad, to = row + 8 * h;
+          if (at < n && to < rows) *(float2*)((float*)out + ((u64)part * rows + to) * n + at) = float2{s[0], s[1]};
+        }
+      }
+#else
       // A thread has two neighbouring outputs of every eight. Four threads exchange theirs, so that each stores eight.
 #pragma unroll
       for (int set = 0; set <= PLAIN; set++) {
@@ -143,6 +162,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
           }
         }
       }
+#endif
     }
   }
   if (BLOCKS > 1) cluster_wait();  // a neighbour may still send into this block
@@ -152,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
 
 def _source(constants: Mapping[str, Any]) -> str:
     outputs, activation = constants["BLOCK_N"], constants["ACTIVATION"]
-    sizes = {"N": outputs, "BLOCKS": constants["BLOCKS"], "GELU": int(activation == "gelu"), "PLAIN": int(not activation)}
-    return ring_source(_TEXT, constants, 2 * outputs, **sizes)
+    sizes = {"N": outputs, "BLOCKS": constants["BLOCKS"], "PARTS": constants["PARTS"], "GELU": int(activation == "gelu")}
+    return ring_source(_TEXT, constants, 2 * outputs, PLAIN=int(not activation), **sizes)
 
 
 def _shared_bytes(constants: Mapping[str, Any]) -> int:
@@ -165,7 +185,7 @@ def _shared_bytes(constants: Mapping[str, Any]) -> int:
 wide_product_kernel = CudaKernel(
     name="wide_product_kernel",
     arguments=("x_map", "weight_map", "out", "x_scale", "weight_scale", "rows", "n", "steps", "x_stride", "out_stride"),
-    constants=("BLOCK_N", "BLOCKS", "STAGES", "E4M3", "ACTIVATION"),
+    constants=("BLOCK_N", "BLOCKS", "PARTS", "STAGES", "E4M3", "ACTIVATION"),
     source=_source,
     shared_bytes=_shared_bytes,
 )

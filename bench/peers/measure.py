@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,10 @@ class Report:
             self.add("failure", what=what, error=f"{type(error).__name__}: {error}"[:400])
 
 
+class NoStepsError(RuntimeError):
+    """Calls of an engine's `step` were not its steps."""
+
+
 class Stamps:
     """When each step of an engine ended: its method `step` is replaced for this one object."""
 
@@ -92,26 +96,40 @@ def prompts(count: int, length: int, model: str, draw: int = 0) -> Prompts:
     return [rng.choices(ids, k=length) for _ in range(count)]
 
 
-def steps(report: Report, generate: Generate, asked: argparse.Namespace) -> None:
-    """A row for each batch size: ms a decode step from the difference between a long and a short generation."""
+def steps(report: Report, generate: Generate, asked: argparse.Namespace, stamps: Stamps | None = None, chunk: int = 0) -> None:
+    """A row for each batch size: ms a decode step between `--short` and `--long` tokens. With `stamps`, and `chunk` tokens of prompts in a
+    step, from the times at which steps ended; else, and where calls of the engine were no steps, from the difference between a short and
+    a long generation, which holds the noise of two prefills."""
     for batch in numbers(asked.batches):
         with report.guarded(f"steps of {batch} at {asked.context}"):
-            report.add("step", **step(generate, asked, batch))
+            report.add("step", **step(generate, asked, batch, stamps, chunk))
 
 
-def step(generate: Generate, asked: argparse.Namespace, batch: int) -> dict[str, Any]:
+def step(generate: Generate, asked: argparse.Namespace, batch: int, stamps: Stamps | None = None, chunk: int = 0) -> dict[str, Any]:
     def seconds(tokens: int, draw: int) -> float:
         some = prompts(batch, asked.context, asked.model, draw)
         start = time.perf_counter()
         generate(some, tokens)
         return time.perf_counter() - start
 
-    seconds(asked.short, 0)
-    found = []
-    for draw in range(asked.rounds):
+    def stamped(draw: int) -> float:
+        stamps.times.clear()  # type: ignore[union-attr]
+        seconds(asked.long, draw)
+        times = steady(stamps.times, asked.long, prefills(Point(batch, asked.context), chunk))[asked.short :]  # type: ignore[union-attr]
+        return (times[-1] - times[0]) / (len(times) - 1)
+
+    def difference(draw: int) -> float:
         first = seconds(asked.short, 2 * draw + 1)
-        found.append((seconds(asked.long, 2 * draw + 2) - first) / (asked.long - asked.short) * 1e3)
-    return {"batch": batch, "context": asked.context, **_spread(found)}
+        return (seconds(asked.long, 2 * draw + 2) - first) / (asked.long - asked.short)
+
+    seconds(asked.short, 0)
+    way, found = "difference", list[float]()
+    if stamps is not None:
+        with suppress(NoStepsError):
+            found = [stamped(draw + 1) for draw in range(asked.rounds)]
+            way = "stamps"
+    found = [1e3 * each for each in found or [difference(draw) for draw in range(asked.rounds)]]
+    return {"batch": batch, "context": asked.context, "by": way, **_spread(found)}
 
 
 def kernels(report: Report, generate: Generate, asked: argparse.Namespace, patience: float = 40) -> None:
@@ -168,7 +186,7 @@ def swept(generate: Generate, stamps: Stamps, asked: argparse.Namespace, point: 
 def steady(times: Sequence[float], tokens: int, prefill_steps: int) -> list[float]:
     """Of the times of a generation's steps those at whose step every request decoded. Raises where the calls were no steps."""
     if not tokens <= len(times) <= tokens + prefill_steps + 8:
-        raise RuntimeError(f"{len(times)} calls of step for {tokens} tokens behind {prefill_steps} steps of prompts")
+        raise NoStepsError(f"{len(times)} calls of step for {tokens} tokens behind {prefill_steps} steps of prompts")
     last = len(times) - prefill_steps - 2  # the first requests end that much earlier than the last ones
     return list(times[last - (tokens - prefill_steps - 4) : last + 1])
 

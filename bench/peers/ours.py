@@ -54,7 +54,7 @@ def main() -> None:
         report.ready()
         if asked.start_only:
             return
-        steps(report, served.generate, asked)
+        steps(report, served.generate, asked, served.stamps, served.chunk)
         sweep(report, served.generate, served.stamps, asked, usual, served.chunk, max_model_len=length)
         host(report, served, asked)
         if not (large or long or asked.prefill):

@@ -18,10 +18,12 @@ from bench.peers.process import Process, command_of, environment_of
 
 
 class Queue:
-    """Jobs for several devices, in order, each once those are over whose caches it starts in."""
+    """Jobs for several devices, in order, each once those are over whose caches it starts in; none while a job starts alone on one of
+    them."""
 
     def __init__(self, jobs: Sequence[Job], deadline: float) -> None:
         self._waiting, self._running, self._deadline = list(jobs), set[str](), deadline
+        self._alone = ""  # the tag of a job that starts alone
         self._changed = threading.Condition()
         self.left_out: list[Job] = []
 
@@ -31,25 +33,40 @@ class Queue:
         return self._deadline - time.perf_counter()
 
     def take(self, *, wait: bool = True) -> Job | None:
-        """The next job; None when there is none any more or, without `wait`, now."""
+        """The next job; None when there is none any more or, without `wait`, now. With `wait` it starts at once."""
         with self._changed:
             while self._waiting:
                 out = {job.tag for job in self.left_out}
                 self._leave_out([job for job in self._waiting if job.least > self.left or job.after in out])
                 unfinished = self._running | {job.tag for job in self._waiting}
-                if ready := next((job for job in self._waiting if job.after not in unfinished), None):
+                ready = next((job for job in self._waiting if job.after not in unfinished), None)
+                if ready is not None and not self._alone:
                     self._waiting.remove(ready)
                     self._running.add(ready.tag)
+                    if wait:
+                        self.starts(ready)
                     return ready
                 if not wait:
                     return None
                 self._changed.wait(1.0)
             return None
 
+    def starts(self, job: Job) -> None:
+        """If it does so alone no other is given out until it has `started`."""
+        with self._changed:
+            self._alone = job.tag if job.alone else self._alone
+
+    def started(self, job: Job) -> None:
+        with self._changed:
+            if self._alone == job.tag:
+                self._alone = ""
+                self._changed.notify_all()
+
     def over(self, job: Job, *, ready: bool) -> None:
         """`ready`: it got as far as its first token. Where it did not, a start in its caches would be no warm one."""
         with self._changed:
             self._running.discard(job.tag)
+            self.started(job)
             if not ready:
                 self._leave_out([one for one in self._waiting if one.after == job.tag and one.start == "warm"])
             self._changed.notify_all()
@@ -58,6 +75,7 @@ class Queue:
         """A job that was taken does not fit any more."""
         with self._changed:
             self._running.discard(job.tag)
+            self.started(job)
             self.left_out.append(job)
             self._changed.notify_all()
 
@@ -86,11 +104,13 @@ class Device:
                 current.end()
                 queue.give_up(job)
                 continue
+            queue.starts(job)
             current.go()
             limit = max(1.0, min(self._options.time_limit, queue.left))
             while job.alone and not current.ready() and not current.over(0.25) and time.perf_counter() < start + limit:
                 pass
             if job.alone:
+                queue.started(job)
                 current.pin(half)
             if not self._options.no_ahead and not current.over(0):
                 following = self._launch(queue.take(wait=False))

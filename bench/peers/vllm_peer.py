@@ -55,10 +55,9 @@ def main() -> None:
     report.ready()
     if asked.start_only:
         return
-    steps(report, generate, asked)
-    chunk = _chunk(llm)
+    chunk, stamps = _chunk(llm), Stamps(llm.llm_engine)
     report.add("note", text=f"max_model_len {limit}, {chunk} tokens a step at most")
-    stamps = Stamps(llm.llm_engine)
+    steps(report, generate, asked, stamps, chunk)
     sweep(report, generate, stamps, asked, batch_points(asked), chunk, max_model_len=limit)
     if asked.prefill:
         prefill(report, generate, asked, asked.prefill)

@@ -14,7 +14,7 @@ from bench.peers import jobs
 from bench.peers.__main__ import arguments
 from bench.peers.asked import Point, context_points, cores, max_len, max_requests, prefills
 from bench.peers.jobs import Job, plan, timetable
-from bench.peers.measure import Stamps, prompts, steady, swept
+from bench.peers.measure import Stamps, prompts, steady, step, swept
 from bench.peers.process import command_of, environment_of
 from bench.peers.queue import Queue
 from bench.peers.table import log_rows, render
@@ -74,6 +74,35 @@ def test_only_steps_in_which_every_request_decodes_count(batch: int, context: in
 def test_calls_that_are_no_steps_are_refused() -> None:
     with pytest.raises(RuntimeError, match="calls of step"):
         steady([0.0] * 200, 60, 2)
+
+
+@pytest.mark.parametrize(("calls", "way"), [(1, "stamps"), (2, "difference")])
+def test_decode_rows_leave_prompts_out(calls: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one millisecond of a clock of the test's own, those with prompts of one to a hundred."""
+    now, draws = 0.0, iter(range(1, 100))
+    monkeypatch.setattr("bench.peers.measure.time.perf_counter", lambda: now)
+    asked = argparse.Namespace(short=16, long=80, rounds=3, model="tiny", context=16)
+    engine = Simulated(64)
+    stamps = Stamps(engine)
+
+    def generate(some: list[list[int]], tokens: int) -> None:
+        engine.decoding.append(0)
+        engine.left = [[len(one), tokens] for one in some]
+        slow = next(draws)
+        while engine.left:
+            nonlocal now
+            now += (1.0 if all(one[0] == 0 for one in engine.left) else float(slow)) * 1e-3
+            engine.step()
+            for _ in range(calls - 1):
+                stamps.times.append(now)
+
+    row = step(generate, asked, 8, stamps, 64)
+    assert row["by"] == way
+    if way == "stamps":
+        assert (row["wall_ms"], row["min_ms"], row["max_ms"]) == pytest.approx((1.0, 1.0, 1.0))
+    else:
+        assert row["min_ms"] > 1.0  # prompts took longer from one generation to the next
+    assert step(generate, asked, 8)["by"] == "difference"
 
 
 def test_a_heavy_point_is_prefilled_once_and_has_its_spread_from_parts(monkeypatch: pytest.MonkeyPatch) -> None:

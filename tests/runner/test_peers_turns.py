@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -90,6 +91,22 @@ def test_nothing_is_begun_beside_a_start_that_has_targets(options: argparse.Name
     ready = next(row for row in json.loads((tmp_path / f"{start.tag}.json").read_text()) if row["kind"] == "phase")
     assert ready["at"] < rows[other.tag]["note"]["at"] < rows[start.tag]["end"]["at"]
     assert rows[start.tag]["note"]["text"] == "0,1,2,3"  # all of them, as long as nothing is beside it
+
+
+def test_nothing_is_begun_on_another_device_either(options: argparse.Namespace, tmp_path: Path) -> None:
+    found = [Job("ours", "8b", "cold", None, 1.0), Job("vllm", "8b", "cold", None, 1.0), Job("vllm", "tiny", "cold", None, 1.0)]
+    begin, rows = time.perf_counter(), list[dict[str, Any]]()
+    queue = Queue(found, begin + 30.0)
+    threads = [threading.Thread(target=Device(name, [], options, tmp_path).work, args=(queue, rows, begin)) for name in ("0", "1")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+        assert not thread.is_alive()
+    ready = next(row["at"] for row in rows if (row["peer"], row["kind"]) == ("ours", "phase"))
+    begun = [row["at"] for row in rows if row["peer"] == "vllm" and row["kind"] == "note"]
+    assert len(begun) == len(found) - 1
+    assert ready < min(begun)
 
 
 def test_a_job_begun_ahead_is_left_out_when_too_little_time_is_left(options: argparse.Namespace, tmp_path: Path) -> None:

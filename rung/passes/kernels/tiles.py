@@ -29,8 +29,9 @@ _Table = tuple[tuple[str, int, Tiles | None], ...]
 
 
 def _wide(blocks: int, block_k: int, block_n: int = 112, num_stages: int = 5, parts: int = 1) -> Tiles:
-    cut = {"block_m": 128, "block_n": block_n, "block_k": block_k, "splits": parts}
-    return Tiles(**cut, num_warps=9, num_stages=num_stages, prefetch=0, wide=blocks)
+    return Tiles(
+        block_m=128, block_n=block_n, block_k=block_k, num_warps=9, num_stages=num_stages, splits=parts, prefetch=0, wide=blocks
+    )  # fmt: skip
 
 
 def _sharing(blocks: int, block_k: int, rows: int, num_stages: int) -> Tiles:

@@ -12,11 +12,12 @@ and one prompt of 8192, for 8B in FP8 and 135M the decode table, of transformers
 A device runs one process at a time. The next one imports meanwhile, on processors of its own, and waits for its turn before it touches
 the device: each has one half of the processors that a device gets (`--no-ahead`: all, and nothing is begun ahead). What was imported
 beside another process' start or measurement is in `import` (vLLM's look at the model's class likewise), not in `build` and later phases;
-`ready` leaves the wait out. A start of ours that has targets runs with no other process beside it, a cold one on all processors.
+`ready` leaves the wait out. While a start of ours that has targets runs no other process begins, on any device; a cold one has all
+processors of its own.
 
-A decode step is one engine step in which each of B requests produces a token. The table's is ms from the difference between 144 and 16
-tokens, median of three; the sweep's is from the times at which steps ended, where all requests decode, three runs of 80 tokens (from 32k
-tokens of prompts on: three parts of one run). `busy` is the time in which the device ran something, from a profiler, at the end.
+A decode step is one engine step in which each of B requests produces a token. Its ms are from the times at which steps ended, where all
+requests decode: the table's of the steps between 16 and 144 tokens, median of three generations, the sweep's of three of 80 tokens (from
+32k tokens of prompts on: three parts of one). transformers shows no steps: there it is the difference between 144 and 16 tokens. `busy` is the time in which the device ran something, from a profiler, at the end.
 
 The plan is made of what jobs took on such a machine. The order is such that the last jobs matter least. A job for whose start and first
 row too little of `--seconds` is left is not begun, and said; so none is cut while it starts unless it takes a quarter longer than it did.

@@ -17,7 +17,8 @@ processors of its own.
 
 A decode step is one engine step in which each of B requests produces a token. Its ms are from the times at which steps ended, where all
 requests decode: the table's of the steps between 16 and 144 tokens, median of three generations, the sweep's of three of 80 tokens (from
-32k tokens of prompts on: three parts of one). transformers shows no steps: there it is the difference between 144 and 16 tokens. `busy` is the time in which the device ran something, from a profiler, at the end.
+32k tokens of prompts on: three parts of one). transformers shows no steps: there it is the difference between 144 and 16 tokens. `busy`
+is the time in which the device ran something, from a profiler, at the end.
 
 The plan is made of what jobs took on such a machine. The order is such that the last jobs matter least. A job for whose start and first
 row too little of `--seconds` is left is not begun, and said; so none is cut while it starts unless it takes a quarter longer than it did.

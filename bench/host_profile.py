@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rung.graphs.program import GraphLaunch, ReplayProgram
+from rung.graphs.program import ReplayProgram
 from rung.launch import TritonLauncher
 from rung.runner import AsyncOutput, Engine, ModelRunner
 from rung.runner import model_runner as model_runner_module
 
 WAIT = "wait for the device"
 GRAPHS = "graph launches"
+PIECES = "launches of large pieces"
 BREAKS = "breaks, beside the launchers below"
+_ACTIONS = {"graph": GRAPHS, "launches": PIECES, "break": BREAKS}  # by kind
 REST = "engine, the rest"
 
 
@@ -70,6 +72,7 @@ class HostProfile:
             ("graph manager, the rest", manager, ("run",)),
             ("address sweep", getattr(manager, "_guard", None), ("sweep",)),
             (GRAPHS, None, ()),
+            (PIECES, None, ()),
             (BREAKS, None, ()),
             *((f"  launch {launcher.name}", launcher, ("run",)) for launcher in self._launchers),
             ("logits outside of a graph", runner._step, ("_logits",)),
@@ -98,7 +101,7 @@ class HostProfile:
 
     def _replace_actions(self, program: ReplayProgram) -> Callable[[], None]:
         """Time what a replay calls, unless it is wrapped as a whole already."""
-        names = [GRAPHS if isinstance(action, GraphLaunch) else BREAKS for action in program.actions]
+        names = [_ACTIONS[action.kind] for action in program.actions]
 
         def timed(runs: Sequence[Callable[[], None]]) -> Sequence[Callable[[], None]]:
             return [self._timed(name, run, is_step=False) for name, run in zip(names, runs, strict=len(runs) > 1)]

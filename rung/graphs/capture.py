@@ -19,9 +19,9 @@ from rung.graphs.program import GraphLaunch, PieceLaunches, PreboundBreak, Repla
 from rung.graphs.repeats import BreakRepeats
 from rung.launch import LaunchRecord, Workspace, record_launches
 
-# A graph between two breaks is replayed as launches where the weights of its pieces are so many bytes: reading them takes longer (33 us at
-# 4 TB/s) than the host needs for the launches of a decoder layer, six or seven of some 2.5 us.
-LAUNCHED_BYTES = 128 << 20
+# A graph between two breaks is replayed as launches where its pieces are given so many bytes for each of them, nearly all of them weights:
+# reading them takes longer (5 us at 4.2 TB/s) than the host needs for a launch, 2.5 to 4 us.
+LAUNCHED_BYTES = 20 << 20
 
 
 class _Capture:
@@ -102,11 +102,11 @@ class _Capture:
             self._backend.upload(self._graph)
 
     def _launched(self) -> PieceLaunches | None:
-        """The graph that was captured as launches, where these are all that it holds, and short beside the work."""
+        """The graph that was captured as launches, where these are all that it holds, and few for the work."""
         record, nodes = self._record, self._graph.nodes
         if record is None or nodes is None or not len(record) or record.why_not is not None or record.memory.nbytes:
             return None
-        if self._bytes < LAUNCHED_BYTES or nodes != NodeCounts(kernels=len(record)):
+        if self._bytes < LAUNCHED_BYTES * len(record) or nodes != NodeCounts(kernels=len(record)):
             return None
         return PieceLaunches(self._name, self._graph, record.repeat())
 

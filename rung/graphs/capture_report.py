@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CaptureEntry:
-    """One descriptor's cost. `pool_bytes` is what the pool grew by, `launches` the graphs of one replay, `nodes` None where they are not
+    """One descriptor's cost. `pool_bytes` is what the pool grew by, `num_graphs` the graphs of its program, `nodes` None where they are not
     counted. `executable_bytes` is a difference of readings: a driver hands memory to graphs in pieces of its own size, so that a single
     figure may be off by one piece while the sum is right."""
 
     descriptor: Descriptor
     seconds: float
     pool_bytes: int
-    launches: int
+    num_graphs: int
     executable_bytes: int = 0
     nodes: NodeCounts | None = None
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds

@@ -172,7 +172,7 @@ class Capturing:
         self._counters.add(Count.LAUNCHED_PIECES, program.pieces_launched)
         pool_bytes, executable_bytes = pool.bytes() - self.account.pool_bytes, pool.executable_bytes() - others_before
         clock.lap("account")
-        return CaptureEntry(descriptor, clock.total, pool_bytes, program.launches, executable_bytes, program.nodes, clock.seconds)
+        return CaptureEntry(descriptor, clock.total, pool_bytes, program.num_graphs, executable_bytes, program.nodes, clock.seconds)
 
     def _withdraw(self) -> None:
         """Give up graphs for the budget. The pool keeps the memory of its largest user, so everything starts anew in another one."""

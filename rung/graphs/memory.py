@@ -80,7 +80,7 @@ class MemoryModel:
         the entries took enough memory to tell better."""
         samples: dict[Kind, list[Sample]] = {}
         for entry in entries:
-            sample = Sample(entry.descriptor.volume, entry.pool_bytes, entry.launches, entry.num_nodes or 0, entry.executable_bytes)
+            sample = Sample(entry.descriptor.volume, entry.pool_bytes, entry.num_graphs, entry.num_nodes or 0, entry.executable_bytes)
             samples.setdefault(Kind.of(entry.descriptor), []).append(sample)
         ordered = {kind: tuple(sorted(found, key=lambda one: -one.rows)) for kind, found in samples.items()}
         per_graph, per_node = _fit_executables([_sum(found) for found in ordered.values()], executable_cost)
@@ -201,7 +201,7 @@ class MemoryReport:
                     "descriptor": str(one.descriptor),
                     "pool_bytes": one.pool_bytes,
                     "executable_bytes": one.executable_bytes,
-                    "graphs": one.launches,
+                    "graphs": one.num_graphs,
                     "nodes": one.num_nodes,
                     "seconds": one.seconds,
                 }

@@ -19,6 +19,7 @@ class GraphLaunch:
     """Replays one graph."""
 
     __slots__ = ("graph", "name", "run")
+    kind = "graph"
 
     def __init__(self, name: str, graph: CapturedGraph) -> None:
         self.name = name
@@ -31,6 +32,7 @@ class PieceLaunches(GraphLaunch):
     between a graph and its neighbours on the stream the device stands still for some microseconds."""
 
     __slots__ = ()
+    kind = "launches"
 
     def __init__(self, name: str, graph: CapturedGraph, repeat: Run) -> None:
         super().__init__(name, graph)
@@ -43,6 +45,7 @@ class PreboundBreak:
     break that is one of our attention."""
 
     __slots__ = ("_arguments", "_call", "_outputs", "attention", "name")
+    kind = "break"
 
     def __init__(self, step: BoundStep, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
         self.name = step.name
@@ -110,8 +113,7 @@ class ReplayProgram:
         self._repeats = ProgramRepeats(self._runs, calls, repeats) if repeats is not None and calls else None
 
     @property
-    def launches(self) -> int:
-        """Graphs of the program."""
+    def num_graphs(self) -> int:
         return sum(isinstance(action, GraphLaunch) for action in self.actions)
 
     @property
@@ -127,7 +129,7 @@ class ReplayProgram:
         return sum(known, NodeCounts()) if len(known) == len(counts) else None
 
     def replay(self) -> None:
-        if len(self.actions) == 1 == len(self._runs):  # one graph: nothing runs on the host
+        if len(self.actions) == 1 == len(self._runs):  # one graph: no Python of a break
             self._runs[0]()
             return
         with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from rung.compile.bound import BoundStep
 from rung.errors import ConfigError
 from rung.graphs.descriptor import Descriptor
-from rung.graphs.program import GraphLaunch, ReplayProgram
+from rung.graphs.program import ReplayProgram
 
 
 class Ranges:
@@ -42,7 +42,7 @@ class Ranges:
 
     def mark(self, program: ReplayProgram, descriptor: Descriptor) -> None:
         """Let each replay of `program` show a range for itself and one for each action."""
-        names = [f"{'graph' if isinstance(action, GraphLaunch) else 'break'} {action.name}" for action in program.actions]
+        names = [f"{action.kind} {action.name}" for action in program.actions]
         program.wrap(lambda runs: [self.around(name, run) for name, run in zip(names, runs, strict=True)])
         program.wrap(lambda runs: [self.around(f"replay ({descriptor})", _in_order(runs))])
 

@@ -80,7 +80,7 @@ def test_mixed_batches_run_in_one_full_graph_and_give_the_same_tokens() -> None:
     assert found == wanted
     assert set(counts) == {"step.full.best"}
     manager = built("full")[2].manager
-    assert {manager.program(descriptor).launches for descriptor in manager.captured} == {1}
+    assert {manager.program(descriptor).num_graphs for descriptor in manager.captured} == {1}
     assert any(descriptor.uniform_query_len is None for descriptor in manager.captured)
 
 

@@ -81,7 +81,7 @@ def test_no_mode_captures_a_region() -> None:
     assert set(kinds.values()) == {Capture.NEVER}
     assert len(kinds) == 3
     program = variant.run._manager.program(variant.run._manager.captured[0])
-    assert program.launches == 4  # a graph before, between and behind them
+    assert program.num_graphs == 4  # a graph before, between and behind them
     assert module.rung.last_step()["reason"] == "host_break"
 
 

@@ -49,7 +49,7 @@ def test_a_program_has_one_launch_for_each_run_between_host_breaks(kinds: tuple[
     manager = make_manager(plan)
     descriptor = Descriptor(mode=mode, num_tokens=8)
     (entry,) = manager.capture([descriptor]).entries
-    assert entry.launches == launches
+    assert entry.num_graphs == launches
     for seed in range(2):
         manager.poison()
         x = data(8, seed)
@@ -82,7 +82,7 @@ def test_numbers_between_pieces_open_no_graph() -> None:
     manager = make_manager(ToyPlan(walk, ("y", "m")))
     descriptor = Descriptor(mode=GraphMode.PIECEWISE, num_tokens=4)
     (entry,) = manager.capture([descriptor]).entries
-    assert entry.launches == 0
+    assert entry.num_graphs == 0
     assert run_padded(manager, descriptor, data(4, 1))[1] == 6
 
 

@@ -87,8 +87,8 @@ def test_breaks_at_the_edges_and_values_handed_through(descriptor: Descriptor) -
 def test_piecewise_launches_one_graph_a_piece_and_full_one_in_all() -> None:
     manager = make_manager(PLANS["tuple"]())
     manager.capture([PIECEWISE_4, FULL_4])
-    assert manager.program(PIECEWISE_4).launches == 3
-    assert manager.program(FULL_4).launches == 1
+    assert manager.program(PIECEWISE_4).num_graphs == 3
+    assert manager.program(FULL_4).num_graphs == 1
     assert [type(action).__name__ for action in manager.program(PIECEWISE_4).actions] == [
         "GraphLaunch", "PreboundBreak", "GraphLaunch", "PreboundBreak", "GraphLaunch",
     ]  # fmt: skip

@@ -61,7 +61,7 @@ def test_entries_have_nodes_and_executable_bytes() -> None:
     report = manager_of().capture([full(8), piecewise(8)])
     by_mode = {entry.descriptor.mode: entry for entry in report.entries}
     assert by_mode[GraphMode.PIECEWISE].nodes == NodeCounts(kernels=2)  # the break is not in a graph
-    assert by_mode[GraphMode.FULL].launches == 1
+    assert by_mode[GraphMode.FULL].num_graphs == 1
     for entry in report.entries:
         assert entry.num_nodes is not None
         assert entry.executable_bytes == entry.num_nodes * RECORD_BYTES

@@ -16,7 +16,7 @@ from rung.graphs.backends.base import CapturedGraph, GraphPool, NodeCounts
 from rung.graphs.backends.recorded import RecordedBackend
 from rung.graphs.program import PieceLaunches
 from rung.launch.record import current_record
-from tests.graphs.toys import ToyPlan, brk, data, make_manager, piece, run_padded
+from tests.graphs.toys import WIDTH, ToyPlan, brk, data, make_manager, only, piece, run_padded
 
 PIECEWISE_4 = Descriptor(mode=GraphMode.PIECEWISE, num_tokens=4)
 FULL_4 = Descriptor(mode=GraphMode.FULL, num_tokens=4)
@@ -42,24 +42,26 @@ class Launching:
 
     def __init__(self) -> None:
         self.python = self.launched = 0
+        self.launches = 1
         self.refuse = ""
+        self.scratch = 0  # elements of a record's workspace that the launch would use
 
     def __call__(self, x: torch.Tensor) -> Sequence[Any]:
         self.python += 1
         out = torch.empty_like(x)
         torch.mul(x, 2, out=out)
-        read, write = x.data_ptr(), out.data_ptr()
-        kept = (x, out)  # the toy's memory is torch's
 
-        def launch() -> None:
-            assert (kept[0].data_ptr(), kept[1].data_ptr()) == (read, write)
+        def launch() -> None:  # keeps both: the toy's memory is torch's
             self.launched += 1
-            torch.mul(kept[0], 2, out=kept[1])
+            torch.mul(x, 2, out=out)
 
         if (record := current_record.get()) is not None:
-            record.called(launch)
+            for _ in range(self.launches):
+                record.called(launch)
             if self.refuse:
                 record.refuse(self.refuse)
+            if self.scratch:
+                record.memory.take((self.scratch,), torch.float32, x.device)
         return (out,)
 
 
@@ -86,7 +88,7 @@ def test_a_graph_of_launches_alone_is_replayed_as_launches() -> None:
     manager.capture([PIECEWISE_4])
     program = manager.program(PIECEWISE_4)
     assert [type(action) is PieceLaunches for action in program.actions] == [True, False, True]
-    assert (program.launches, program.pieces_launched, manager.counters[Count.LAUNCHED_PIECES]) == (2, 2, 2)
+    assert (program.num_graphs, program.pieces_launched, manager.counters[Count.LAUNCHED_PIECES]) == (2, 2, 2)
     before = double.python
     for seed in range(3):
         x = data(4, seed)
@@ -111,22 +113,36 @@ def test_what_else_a_graph_holds_keeps_it_a_graph(nodes: NodeCounts | None) -> N
 
 
 @pytest.mark.usefixtures("all_sizes")
-def test_a_launch_that_cannot_be_repeated_keeps_it_a_graph() -> None:
+@pytest.mark.parametrize(("refuse", "scratch"), [("for a test", 0), ("", 8)], ids=["refused", "with memory of the record's"])
+def test_a_launch_that_cannot_be_repeated_keeps_it_a_graph(refuse: str, scratch: int) -> None:
     double = Launching()
-    double.refuse = "for a test"
+    double.refuse, double.scratch = refuse, scratch
     manager = make_manager(plan_of(double), backend=CountingBackend(torch.device("cpu")))
     manager.capture([PIECEWISE_4])
     assert manager.counters[Count.LAUNCHED_PIECES] == 0
 
 
 def test_small_pieces_and_full_graphs_stay_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    double = Launching()
-    manager = make_manager(plan_of(double), backend=CountingBackend(torch.device("cpu")))
+    backend = CountingBackend(torch.device("cpu"))
+    manager = make_manager(plan_of(Launching()), backend=backend)
     manager.capture([PIECEWISE_4])
     assert manager.counters[Count.LAUNCHED_PIECES] == 0
     monkeypatch.setattr(capture_module, "LAUNCHED_BYTES", 0)
+    backend.nodes = NodeCounts(kernels=2)  # both pieces
     manager.capture([FULL_4])
     assert manager.counters[Count.LAUNCHED_PIECES] == 0
+
+
+@pytest.mark.parametrize(("launches", "launched"), [(1, 1), (2, 0)])
+def test_each_launch_wants_its_bytes(launches: int, launched: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_module, "LAUNCHED_BYTES", 4 * WIDTH * 4)  # what the piece is given at four rows
+    double = Launching()
+    double.launches = launches
+    backend = CountingBackend(torch.device("cpu"))
+    backend.nodes = NodeCounts(kernels=launches)
+    manager = make_manager(only(piece("piece_00", double)), backend=backend)
+    manager.capture([PIECEWISE_4])
+    assert manager.counters[Count.LAUNCHED_PIECES] == launched
 
 
 @pytest.mark.usefixtures("all_sizes")

@@ -422,7 +422,7 @@ def test_a_break_that_decides_on_the_host_cuts_a_full_graph_and_stays_fresh(monk
     assert steps(target) == {"step.full.host_break": 2}
     assert target._manager is not None
     (descriptor,) = target._manager.captured
-    assert target._manager.program(descriptor).launches == 2
+    assert target._manager.program(descriptor).num_graphs == 2
 
 
 def test_over_the_memory_budget_a_size_runs_without_a_graph() -> None:

@@ -228,7 +228,7 @@ def test_nothing_stale_is_read() -> None:
 @pytest.mark.parametrize("backend", [DeviceAttention, TorchReference])
 def test_mixed_batches_run_in_one_full_graph_where_lengths_are_read_on_the_device(backend: type[AttentionBackend]) -> None:
     engine, runner, forward = make(ConfiguredMode.FULL, backend=backend)
-    assert all(forward.manager.program(descriptor).launches == 1 for descriptor in forward.manager.captured)
+    assert all(forward.manager.program(descriptor).num_graphs == 1 for descriptor in forward.manager.captured)
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=8), request_id="early")
     engine.step()
     before = dict(forward.manager.counters)

@@ -48,7 +48,7 @@ def test_piecewise_steps_write_the_cache_inside_the_graph_before_attention() -> 
     kinds = [type(action) for action in program.actions]
     assert kinds == [GraphLaunch, PreboundBreak] * LAYERS + [GraphLaunch]
     assert all(action.name.endswith(".1") for action in program.actions if isinstance(action, PreboundBreak))
-    assert {full.manager.program(descriptor).launches for descriptor in full.manager.captured} == {1}
+    assert {full.manager.program(descriptor).num_graphs for descriptor in full.manager.captured} == {1}
     assert {name for name in full.manager.counters if name.startswith("step.")} == {"step.full.best"}
 
 

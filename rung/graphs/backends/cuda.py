@@ -15,7 +15,7 @@ from rung.graphs.backends.capture_stream import capture_stream
 from rung.graphs.backends.cuda_order import CudaStepOrder
 from rung.graphs.backends.driver import count_captured_nodes, upload_graph, why_no_driver
 from rung.graphs.backends.finalisers import finalise, finalisers_parked
-from rung.launch import launches_early
+from rung.launch import launch_road, launches_early
 from rung.torch_compat import end_allocation_to_pool
 
 _TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by item size; the true type is put back with view(dtype)
@@ -146,7 +146,8 @@ class CudaBackend(GraphBackend):
         return why_no_driver()
 
     def repeats_launches(self) -> bool:
-        return launches_early(self.device)  # elsewhere launches have the gaps between kernels that graphs have at their ends
+        # Elsewhere launches have the gaps between kernels that graphs have at their ends, or go through Triton, which keeps their tensors.
+        return launches_early(self.device) and launch_road() == "prebound"
 
     def new_pool(self) -> CudaPool:
         return CudaPool(self)

@@ -116,9 +116,9 @@ def _seconds(name: str, model: str, options: argparse.Namespace) -> list[float]:
 
     found = []
     for at, batch in enumerate(numbers(part.batches)):
-        tokens = part.short * (part.rounds + 1) + part.long * part.rounds
+        short = part.rounds + 1 if peer.compiles_each_batch else 1  # it shows no steps, so a step is a difference
         begin = peer.starts[0] if peer.compiles_each_batch and at else 0.0
-        found.append(begin + seconds(batch, part.context, tokens, 2 * part.rounds + 1))
+        found.append(begin + seconds(batch, part.context, part.short * short + part.long * part.rounds, short + part.rounds))
         found.append(1.0)  # the profiler
     found.append(10.0 if name == "ours" else 0.0)  # piecewise beside full, an engine for each, and the host's time
     for point in [*batch_points(part), *context_points(part)]:
@@ -148,6 +148,11 @@ def of_model(name: str, model: str, options: argparse.Namespace) -> argparse.Nam
 def timetable(jobs: Sequence[Job], devices: int, *, ahead: bool = True) -> list[tuple[Job, float, float]]:
     """Each job with the seconds at which it would get its device and be over, where guesses hold: as `bench.peers.queue` runs them."""
     left, over, found = list(jobs), dict[str, float](), list[tuple[Job, float, float]]()
+    alone = list[tuple[float, float]]()  # when a job starts alone, no other is launched or gets its turn
+
+    def allowed(time: float) -> float:
+        return next((allowed(end) for begin, end in alone if begin <= time < end), time)
+
     places = [(0.0, 0.0)] * devices  # of each device: when its next process can be launched, and when it is free
     while left:
         place = min(range(devices), key=lambda at: places[at][1])
@@ -155,9 +160,12 @@ def timetable(jobs: Sequence[Job], devices: int, *, ahead: bool = True) -> list[
         ready = {job.tag: 0.0 if job.after is None else over.get(job.after, math.inf) for job in left}
         if not any(time <= launch for time in ready.values()):
             launch = max(free, min(ready.values()))
+        launch = allowed(launch)
         job = next(job for job in left if ready[job.tag] <= launch)
         left.remove(job)
-        begin = max(free, launch + job.imports)
+        begin = allowed(max(free, launch + job.imports))
+        if job.alone:
+            alone.append((launch if launch >= free else begin, begin + job.first))
         over[job.tag] = begin + job.seconds
         found.append((job, begin, over[job.tag]))
         places[place] = (begin + job.first if job.alone else begin) if ahead else over[job.tag], over[job.tag]

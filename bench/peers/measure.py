@@ -112,10 +112,12 @@ def step(generate: Generate, asked: argparse.Namespace, batch: int, stamps: Stam
         generate(some, tokens)
         return time.perf_counter() - start
 
-    def stamped(draw: int) -> float:
-        stamps.times.clear()  # type: ignore[union-attr]
+    def stamped(stamps: Stamps, draw: int) -> float:
+        stamps.times.clear()
         seconds(asked.long, draw)
-        times = steady(stamps.times, asked.long, prefills(Point(batch, asked.context), chunk))[asked.short :]  # type: ignore[union-attr]
+        times = steady(stamps.times, asked.long, prefills(Point(batch, asked.context), chunk))[asked.short :]
+        if len(times) < 2:
+            raise NoStepsError(f"no steps of all requests between {asked.short} and {asked.long} tokens")
         return (times[-1] - times[0]) / (len(times) - 1)
 
     def difference(draw: int) -> float:
@@ -126,7 +128,7 @@ def step(generate: Generate, asked: argparse.Namespace, batch: int, stamps: Stam
     way, found = "difference", list[float]()
     if stamps is not None:
         with suppress(NoStepsError):
-            found = [stamped(draw + 1) for draw in range(asked.rounds)]
+            found = [stamped(stamps, draw + 1) for draw in range(asked.rounds)]
             way = "stamps"
     found = [1e3 * each for each in found or [difference(draw) for draw in range(asked.rounds)]]
     return {"batch": batch, "context": asked.context, "by": way, **_spread(found)}

@@ -32,6 +32,7 @@ def main() -> None:
         import torch
     with report.phase("import rung"):
         import rung  # noqa: F401
+    with report.phase("import rung.models"):
         from rung.models import SHAPES, quantize_fp8, random_model
     report.turn(asked)
     device = torch.device("cuda" if on_gpu() else "cpu")

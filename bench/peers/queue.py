@@ -52,8 +52,10 @@ class Queue:
             return None
 
     def starts(self, job: Job) -> None:
-        """If it does so alone no other is given out until it has `started`."""
+        """Wait for its turn: until no other starts alone. If it does itself, none is given out or gets its turn until it has `started`."""
         with self._changed:
+            while self._alone not in ("", job.tag) and self.left > 0:
+                self._changed.wait(1.0)
             self._alone = job.tag if job.alone else self._alone
 
     def started(self, job: Job) -> None:
@@ -99,12 +101,13 @@ class Device:
         following: Process | None = None
         while (current := following or self._launch(queue.take(), whole=True)) is not None:
             following, half = None, self._half
-            job, start = current.job, time.perf_counter()
+            job = current.job
+            queue.starts(job)
+            start = time.perf_counter()
             if job.least > queue.left:
                 current.end()
                 queue.give_up(job)
                 continue
-            queue.starts(job)
             current.go()
             limit = max(1.0, min(self._options.time_limit, queue.left))
             while job.alone and not current.ready() and not current.over(0.25) and time.perf_counter() < start + limit:

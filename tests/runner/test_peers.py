@@ -105,6 +105,12 @@ def test_decode_rows_leave_prompts_out(calls: int, way: str, monkeypatch: pytest
     assert step(generate, asked, 8)["by"] == "difference"
 
 
+def test_too_few_steps_between_the_two_lengths_are_a_difference() -> None:
+    asked = argparse.Namespace(short=2, long=4, rounds=2, model="tiny", context=16)
+    engine = Simulated(64)
+    assert step(engine.generate, asked, 8, Stamps(engine), 64)["by"] == "difference"
+
+
 def test_a_heavy_point_is_prefilled_once_and_has_its_spread_from_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = argparse.Namespace(sweep_long=60, rounds=3, model="tiny")
     for heavy, expected in ((10, 1), (10**6, 3)):
@@ -141,6 +147,16 @@ def test_every_row_with_a_target_fits_into_one_run_on_one_device(options: argpar
     times = timetable(found, 1)
     assert max(end for _, _, end in times) <= 560
     assert all(end <= begin for (_, _, end), (_, begin, _) in itertools.pairwise(times))
+
+
+def test_the_plan_for_two_devices_leaves_a_start_with_targets_alone(options: argparse.Namespace) -> None:
+    found = timetable(plan(options), 2)
+    (first, begin, _), *others = found
+    assert first.alone
+    for job, turn, _ in others:
+        assert turn - job.imports >= begin + first.first - 1e-6 or turn >= begin + first.first + job.imports - 1e-6
+    alone = [(turn, turn + job.first) for job, turn, _ in found if job.alone]
+    assert all(not start < turn < end for start, end in alone for _, turn, _ in found)
 
 
 def test_imports_are_hidden_behind_the_process_before(options: argparse.Namespace) -> None:

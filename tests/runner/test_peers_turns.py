@@ -109,6 +109,42 @@ def test_nothing_is_begun_on_another_device_either(options: argparse.Namespace, 
     assert ready < min(begun)
 
 
+def test_a_job_taken_ahead_starts_alone_from_its_turn_on() -> None:
+    ahead, other, third = Job("ours", "8b", "cold", None, 1.0), Job("vllm", "8b", "cold", None, 1.0), Job("vllm", "tiny", "cold", None, 1.0)
+    queue = Queue([ahead, other, third], time.perf_counter() + 30.0)
+    assert queue.take(wait=False) is ahead
+    assert queue.take(wait=False) is other
+    queue.starts(ahead)
+    assert queue.take(wait=False) is None
+    turn = threading.Thread(target=queue.starts, args=(other,))
+    turn.start()
+    turn.join(0.3)
+    assert turn.is_alive()
+    queue.started(ahead)
+    turn.join(5.0)
+    assert not turn.is_alive()
+    assert queue.take(wait=False) is third
+
+
+@pytest.mark.parametrize("end", ["over", "give_up"])
+def test_a_start_that_comes_to_nothing_holds_nobody_up(end: str) -> None:
+    start, other = Job("ours", "8b", "cold", None, 1.0), Job("vllm", "8b", "cold", None, 1.0)
+    queue = Queue([start, other], time.perf_counter() + 30.0)
+    assert queue.take() is start
+    assert queue.take(wait=False) is None
+    queue.give_up(start) if end == "give_up" else queue.over(start, ready=False)
+    assert queue.take(wait=False) is other
+
+
+def test_a_device_asks_for_each_turn(options: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    starts = Queue.starts
+    monkeypatch.setattr(Queue, "starts", lambda queue, job: (asked.append(job.tag), starts(queue, job)))
+    found = [Job("vllm", "tiny", "cold", None, 1.0), Job("ours", "8b", "cold", None, 1.0)]
+    run(found, options, tmp_path)
+    assert list(dict.fromkeys(asked)) == [job.tag for job in found]
+
+
 def test_a_job_begun_ahead_is_left_out_when_too_little_time_is_left(options: argparse.Namespace, tmp_path: Path) -> None:
     long, other = Job("ours", "tiny", "cold", None, 1.0), Job("vllm", "tiny", "cold", None, 4.0, first=2.0)
     options.seconds_of[long.tag] = 3.0

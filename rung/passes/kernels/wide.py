@@ -46,10 +46,10 @@ def wide_product(
 ) -> torch.Tensor:
     """act(x @ gate.T) * (x @ up.T), bf16 [rows, n], of x [rows, k] and weight [2 * n, k], the gates first; without an activation
     x @ weight.T, weight [n, k]. Both bf16, or e4m3 with x_scale [rows, 1] and weight_scale [2 * n] or [n], float32. `blocks` of a cluster
-    take 128 rows each and share the weights; a tile has twice `block_n` rows of them. With `parts` > 1, without an activation, the sums of
-    each part of k: float32 [parts, rows, n]."""
+    take 128 rows each and share the weights; a tile has twice `block_n` rows of them. With `parts` > 1, in bf16 and without an
+    activation, the sums of each part of k, float32 [parts, rows, n]."""
     rows, n = x.shape[0], weight.shape[0] // (2 if activation else 1)
-    assert parts == 1 or (not activation and parts * ROW_BYTES <= x.shape[1] * x.element_size()), "parts are of whole steps"
+    assert parts == 1 or (not activation and x_scale is None and parts * ROW_BYTES <= x.shape[1] * x.element_size())
     shape, dtype = ((rows, n), torch.bfloat16) if parts == 1 else ((parts, rows, n), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     tiles = -(-rows // (ROWS * blocks)) * -(-n // (block_n if activation else 2 * block_n)) * parts

@@ -37,8 +37,8 @@ __device__ float gated(float gate, float up) {
 
 // x [rows, k]; weight [2 * n, k], the gates first, or PLAIN [n, k]; out [rows, n]; scales of e4m3: x_scale a row, x_stride apart,
 // weight_scale a row of the weights. A tile has two sets of N rows of them: gates and what they gate, or PLAIN neighbours.
-// n is a multiple of 8; steps: of STAGE bytes along k. With PARTS > 1, PLAIN, out is float [PARTS, rows, n]: the sums of each part of k.
-// Grid: clusters of BLOCKS blocks, any number.
+// n is a multiple of 8; steps: of STAGE bytes along k. With PARTS > 1, PLAIN and not E4M3, out is float [PARTS, rows, n], the sums of each
+// part of k. Grid: clusters of BLOCKS blocks, any number.
 extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, u16* out, const float* x_scale,
     const float* weight_scale, int rows, int n, int steps, int x_stride, int out_stride) {
@@ -127,10 +127,9 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
       for (int o = 0; o < 2 * N; o += 8) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          float s[2] = {sums[o / 2 + 2 * h], sums[o / 2 + 2 * h + 1]};
-          if (E4M3) for (int i = 0; i < 2; i++) s[i] *= row_scale[h] * mine[o + 2 * quad + i];
           const int at = column + o + 2 * quad, to = row + 8 * h;
-          if (at < n && to < rows) *(float2*)((float*)out + ((u64)part * rows + to) * n + at) = float2{s[0], s[1]};
+          float* const sum = (float*)out + ((u64)part * rows + to) * n + at;
+          if (at < n && to < rows) *(float2*)sum = float2{sums[o / 2 + 2 * h], sums[o / 2 + 2 * h + 1]};
         }
       }
 #else

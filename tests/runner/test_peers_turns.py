@@ -221,7 +221,7 @@ def child(module: str, folder: Path, stdin: str, path: str = "") -> tuple[subpro
 def test_ours_waits_behind_its_imports(tmp_path: Path) -> None:
     out, rows = child("bench.peers.ours", tmp_path, "")
     assert out.returncode == 1
-    assert [row["name"] for row in rows] == ["import torch", "import rung"]
+    assert [row["name"] for row in rows] == ["import torch", "import rung", "import rung.models"]
 
 
 def test_vllm_looks_at_the_model_before_its_turn_with_what_the_engine_gets(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -259,12 +260,17 @@ class Driver:
         self.counters.add(Count.PIECES, sum(step.piece is not None for step in graph.steps))
         self.counters.add(Count.UNIQUE_PIECES, len(graph.pieces))
         code = self.pieces.factors(device)
-        compiled: list[StoredPiece] = []
         early = EarlyKernels.of(device, SIZES, self.counters)
+        order: Sequence[int] = range(len(graph.pieces))
+        if early is not None:  # what has most kernels first: they are built while the others are compiled
+            order = sorted(order, key=lambda index: -len(graph.pieces[index].graph_module.graph.nodes))
+        stored: dict[int, StoredPiece] = {}
         with report.clock("compile"), piece_progress(report.title, len(graph.pieces), wanted=self.config.progress) as advance:
-            for index, piece in enumerate(graph.pieces):
-                compiled.append(self.pieces.blob(index, piece, traced, code, report, dump, early=early))
+            for index in order:
+                stored[index] = self.pieces.blob(index, graph.pieces[index], traced, code, report, dump, early=early)
                 advance()
+        compiled = [stored[index] for index in range(len(graph.pieces))]
+        report.passes = [passes for _, passes in sorted(zip(order, report.passes, strict=True), key=itemgetter(0))]
         uses = [sum(step.piece == index for step in graph.steps) for index in range(len(graph.pieces))]
         reports = [*zip(report.passes, uses, strict=True), *([] if whole is None else [(whole.passes, 1)])]
         check_expectations(self.config.expect, reports)

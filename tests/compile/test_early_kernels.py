@@ -65,3 +65,39 @@ def test_operations_name_the_kernels_that_the_compiled_piece_launches(monkeypatc
     assert begun == set(wanted)
     assert len(begun) >= 2
     assert not counters[Count.UNFORESEEN_KERNELS]
+
+
+@rung.eager_break
+def host(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+class Model(torch.nn.Module):
+    """A small piece, then a larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(host(x + 1).to(torch.bfloat16)) * 2
+
+
+def test_the_largest_piece_is_compiled_first_and_reports_keep_the_order_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    see = EarlyKernels.see
+    monkeypatch.setattr(EarlyKernels, "see", lambda early, index, graph: (seen.append(index), see(early, index, graph)))
+    reports, orders = [], []
+    for early in (True, False):
+        workers, counters = Begun(), Counters()
+        made = EarlyKernels(90, workers.submit, (1, 3), counters) if early else None
+        monkeypatch.setattr(EarlyKernels, "of", lambda device, sizes, _, made=made: made)
+        module = Model()
+        rung.wrap(module, dynamic={"x": {0: "rows"}})
+        module.rung._entry.prepare_call(torch.randn(4, 128))  # type: ignore[operator, union-attr]
+        reports.append(module.rung.report()[0]["passes"])  # type: ignore[operator, union-attr]
+        orders.append(list(seen))
+    assert orders == [[1, 0], [1, 0]]  # nobody looks the second time
+    assert reports[0] == reports[1]
+    assert len(reports[0]) == 2
+    assert reports[0][0] != reports[0][1]

@@ -1,0 +1,152 @@
+"""Tiles of products beside each other inside of a decode step: one graph for each choice, used in turn within one decode. Needs a GPU.
+
+    python -m bench.in_turn --requests 256 --choices in_use,before,one_block,cublas_down
+
+For steps at the device's power limit, where what a kernel saves in power comes back as clock for all of them: kernels timed alone, and even
+the same graph timed in two generations, say little there. All graphs are captured by one engine over the same buffers, and no prompt
+is computed in between. A turn is `--steps` steps, of which the first ten are not counted; each choice stands at every place of
+the order once, so that all see the same contexts. ms a step: the mean over the turns, and its difference to the first choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bench.steady import decoding
+from rung.cli.assembly import open_decoder
+from rung.cli.options import resolve_device, resolve_dtype
+from rung.graphs import Descriptor, GraphMode
+from rung.passes.kernels import projections
+from rung.passes.kernels.launches import Tiles
+from rung.passes.kernels.tiles import _sharing, _wide
+from rung.runner import Engine, ModelRunner, RunnerConfig, build_engine
+from rung.runner.graph_forward import GraphForward
+
+SETTLING = 10  # steps of a turn that are not counted: the device's clock follows
+
+Choice = Mapping[str, Tiles | None]  # by product of the 8B shape, what it gets instead of what is in use; None: cuBLAS
+PRODUCTS = {(6144, 4096): "qkv", (4096, 4096): "o", (14336, 4096): "gate_up", (4096, 14336): "down"}
+CHOICES: dict[str, Choice] = {
+    "in_use": {},
+    "before": {"gate_up": _wide(1, 64), "o": None, "down": None},
+    "one_block": {"gate_up": _wide(1, 64)},
+    "cublas_o": {"o": None},
+    "cublas_down": {"down": None},
+    "cluster_down": {"down": _sharing(2, 64, 256, 5)},
+    "wide_qkv": {"qkv": _wide(2, 64, 48, 8)},
+}
+
+
+@contextmanager
+def chosen(choice: Choice) -> Iterator[None]:
+    """Inside, products of 209 to 256 rows get these tiles."""
+    original = projections.tiles_for
+
+    def tiles_for(rows: int, n: int, k: int, **named: Any) -> Tiles | None:
+        name = PRODUCTS.get((n, k), "")
+        return choice[name] if name in choice and 208 < rows <= 256 else original(rows, n, k, **named)
+
+    projections.tiles_for = tiles_for  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        projections.tiles_for = original
+
+
+class Turns:
+    """Programs of one descriptor of a runner, of which each can be put in its place."""
+
+    def __init__(self, runner: ModelRunner, requests: int) -> None:
+        assert isinstance(runner.forward, GraphForward)
+        self._manager = runner.forward.manager
+        fitting = [one for one in self._manager.captured if one.mode is GraphMode.FULL and one.num_tokens >= requests]
+        self.descriptor: Descriptor = min(fitting, key=lambda one: one.num_tokens)
+        self._programs = {"": self._manager.program(self.descriptor)}
+
+    def capture(self, name: str) -> int | None:
+        """Capture as things are now; returns the number of nodes. The graphs before it stay."""
+        captures = self._manager._captures
+        captures._warm.discard(self.descriptor.num_tokens)
+        with self._manager.backend.session(), torch.inference_mode(False), torch.no_grad():
+            entry = captures._capture_one(self.descriptor)
+        self._programs[name] = captures.programs[self.descriptor]
+        return entry.num_nodes
+
+    def use(self, name: str) -> None:
+        self._manager._captures.programs[self.descriptor] = self._programs[name]
+
+    def release(self) -> None:
+        """Only the graph that was there before is left."""
+        for name, program in self._programs.items():
+            if name:
+                program.release()
+        self.use("")
+
+
+def measure(
+    engine: Engine, turns: Turns, names: Sequence[str], requests: int, context: int, steps: int, vocab: int
+) -> dict[str, list[float]]:
+    """ms a step of each turn, by name: as many decodes as names, each beginning with the next one."""
+    wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for first in range(len(names)):
+        with decoding(engine, requests, context, steps * (len(names) + 1), vocab) as steady:
+            for _ in range(steps):
+                steady.step()
+            for name in [*names[first:], *names[:first]]:
+                turns.use(name)
+                for _ in range(SETTLING):
+                    steady.step()
+                start = time.perf_counter()
+                for _ in range(steps - SETTLING):
+                    steady.step()
+                found[name].append((time.perf_counter() - start) / (steps - SETTLING) * 1e3)
+        wait()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="llama-8b")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=36, help="of a turn")
+    parser.add_argument("--choices", default="in_use,before", help="of " + ", ".join(CHOICES))
+    options = parser.parse_args()
+    names = options.choices.split(",")
+    device = resolve_device("auto")
+    decoder = open_decoder(options.target, resolve_dtype("auto", device), device, shapes=True)
+    length = options.context + (len(names) + 2) * options.steps + 64
+    config = RunnerConfig(
+        max_num_requests=options.requests,
+        max_num_tokens=max(8192, options.requests),
+        max_model_len=max(4096, length),
+        num_blocks=options.requests * -(-length // 16) + 256,
+        graphs="full_and_piecewise",
+        capture_sizes=(options.requests,),
+        prefix_cache=False,
+        freeze_heap=True,
+    )
+    engine, runner, _ = build_engine(decoder.module, config)
+    turns = Turns(runner, options.requests)
+    for name in names:
+        with chosen(CHOICES[name]):
+            print(f"{name}: {turns.capture(name)} nodes", flush=True)
+    found = measure(engine, turns, names, options.requests, options.context, options.steps, decoder.config.vocab_size)
+    base = statistics.mean(found[names[0]])
+    for name in names:
+        mean = statistics.mean(found[name])
+        print(f"{name:>14} {mean:7.3f} ms a step {mean - base:+7.3f}   {' '.join(f'{ms:.2f}' for ms in found[name])}")
+    turns.release()
+    engine.executor.shutdown()
+
+
+if __name__ == "__main__":
+    main()

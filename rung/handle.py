@@ -73,6 +73,7 @@ class Handle(RuntimeState):
     def explain(self) -> str:
         """The report as text, and how often calls ran in which mode and why not in a better one."""
         from rung.graphs.explain import step_lines
+        from rung.graphs.program import piece_lines
         from rung.graphs.repeats import break_lines
 
         lines = []
@@ -82,7 +83,7 @@ class Handle(RuntimeState):
             lines.append(f"{variant.report}: {item['pieces']} pieces, {item['unique_pieces']} unique; {phases}")
             lines += unused_lines(variant.compiled.plan.unused_ops)
             lines += [f"sizes {one['sizes']}: {one['state']}, {one['calls']} calls {one['error']}".rstrip() for one in item["variants"]]
-        lines += [*step_lines(self.counters), *break_lines(self.counters)]
+        lines += [*step_lines(self.counters), *piece_lines(self.counters), *break_lines(self.counters)]
         return "\n".join(lines) or "nothing was compiled yet: call the module once"
 
     def capture(self, sizes: Sequence[int | Mapping[str, int]], *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from rung.errors import CaptureError
 from rung.graphs.backends.base import GraphBackend, GraphPool, NodeCounts
 from rung.graphs.descriptor import Descriptor, GraphMode
 from rung.graphs.dry_run import DryRun
-from rung.graphs.program import GraphLaunch, PieceLaunches, PreboundBreak, ReplayProgram
+from rung.graphs.program import GraphLaunch, PieceLaunches, PieceReason, PreboundBreak, ReplayProgram
 from rung.graphs.repeats import BreakRepeats
 from rung.launch import LaunchRecord, Workspace, record_launches
 
@@ -95,20 +95,26 @@ class _Capture:
         if opened is None:
             return
         opened.__exit__(None, None, None)
-        self.actions.append(self._launched() or GraphLaunch(self._name, self._graph))
+        self.actions.append(self._launch())
         if settle:
             self._backend.settle(self._graph)
         else:
             self._backend.upload(self._graph)
 
-    def _launched(self) -> PieceLaunches | None:
-        """The graph that was captured as launches, where these are all that it holds, and few for the work."""
-        record, nodes = self._record, self._graph.nodes
-        if record is None or nodes is None or not len(record) or record.why_not is not None or record.memory.nbytes:
-            return None
-        if self._bytes < LAUNCHED_BYTES * len(record) or nodes != NodeCounts(kernels=len(record)):
-            return None
-        return PieceLaunches(self._name, self._graph, record.repeat())
+    def _launch(self) -> GraphLaunch:
+        """The graph that was captured, or its launches where these are all that it holds, and few for the work."""
+        record, reason = self._record, None
+        if record is None:
+            return GraphLaunch(self._name, self._graph)
+        if record.why_not is not None or record.memory.nbytes:
+            reason = PieceReason.UNREPEATABLE
+        elif not len(record) or self._graph.nodes != NodeCounts(kernels=len(record)):
+            reason = PieceReason.OTHER_NODES
+        elif self._bytes < LAUNCHED_BYTES * len(record):
+            reason = PieceReason.FEW_BYTES
+        else:
+            return PieceLaunches(self._name, self._graph, record.repeat())
+        return GraphLaunch(self._name, self._graph, reason)
 
     def aliases(self, values: Sequence[Any]) -> list[Any]:
         """What a program may keep of values: memory of the pool without owning it, everything else strongly."""

@@ -170,6 +170,8 @@ class Capturing:
         self.failed.discard(descriptor)
         self._counters.add(Count.CAPTURES)
         self._counters.add(Count.LAUNCHED_PIECES, program.pieces_launched)
+        for reason, count in program.graph_reasons.items():
+            self._counters.add(reason.counter, count)
         pool_bytes, executable_bytes = pool.bytes() - self.account.pool_bytes, pool.executable_bytes() - others_before
         clock.lap("account")
         return CaptureEntry(descriptor, clock.total, pool_bytes, program.num_graphs, executable_bytes, program.nodes, clock.seconds)

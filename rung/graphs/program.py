@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import torch
 
 from rung.compile.bound import BoundStep
+from rung.counters import Count
 from rung.errors import CaptureError
 from rung.graphs.backends.base import CapturedGraph, NodeCounts
 from rung.graphs.descriptor import Descriptor
@@ -15,15 +18,39 @@ from rung.graphs.outputs import describe
 from rung.graphs.repeats import BreakRepeats, Change, ProgramRepeats, Run
 
 
-class GraphLaunch:
-    """Replays one graph."""
+class PieceReason(StrEnum):
+    """Why a graph between breaks stays a graph where launches could take its place, counted at its capture as `piece_graph.<reason>`."""
 
-    __slots__ = ("graph", "name", "run")
+    OTHER_NODES = "other_nodes"
+    FEW_BYTES = "few_bytes"
+    UNREPEATABLE = "unrepeatable"
+
+    @property
+    def counter(self) -> str:
+        return f"piece_graph.{self}"
+
+    @property
+    def sentence(self) -> str:
+        return _SENTENCES[self]
+
+
+_SENTENCES = {
+    PieceReason.OTHER_NODES: "they hold other work than launches of our kernels",
+    PieceReason.FEW_BYTES: "a launch would cost the host more than the device takes to read its weights",
+    PieceReason.UNREPEATABLE: "a launch in them cannot be repeated",
+}
+
+
+class GraphLaunch:
+    """Replays one graph. `reason`: why no launches take its place, where they could."""
+
+    __slots__ = ("graph", "name", "reason", "run")
     kind = "graph"
 
-    def __init__(self, name: str, graph: CapturedGraph) -> None:
+    def __init__(self, name: str, graph: CapturedGraph, reason: PieceReason | None = None) -> None:
         self.name = name
         self.graph = graph
+        self.reason = reason
         self.run = graph.replay
 
 
@@ -122,6 +149,11 @@ class ReplayProgram:
         return sum(isinstance(action, PieceLaunches) for action in self.actions)
 
     @property
+    def graph_reasons(self) -> Counter[PieceReason]:
+        """Why how many of its graphs stay graphs."""
+        return Counter(action.reason for action in self.actions if isinstance(action, GraphLaunch) and action.reason is not None)
+
+    @property
     def nodes(self) -> NodeCounts | None:
         """Nodes of all graphs, None where they are not counted."""
         counts = [action.graph.nodes for action in self.actions if isinstance(action, GraphLaunch)]
@@ -167,3 +199,12 @@ class ReplayProgram:
                 action.graph.release()
         self.actions = self.outputs = self._keep = self._runs = ()
         self._repeats = None
+
+
+def piece_lines(counts: Mapping[str, int]) -> list[str]:
+    """One line for each way in which graphs between breaks are replayed where launches could take their place, among all counts."""
+    ways = [
+        (Count.LAUNCHED_PIECES, "as the launches they hold"),
+        *((reason.counter, f"as graphs: {reason.sentence}") for reason in PieceReason),
+    ]
+    return [f"{counts[name]} graphs between breaks are replayed {how}" for name, how in ways if counts.get(name, 0)]

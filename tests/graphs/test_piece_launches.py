@@ -14,7 +14,7 @@ from rung.graphs import Descriptor, GraphMode
 from rung.graphs import capture as capture_module
 from rung.graphs.backends.base import CapturedGraph, GraphPool, NodeCounts
 from rung.graphs.backends.recorded import RecordedBackend
-from rung.graphs.program import PieceLaunches
+from rung.graphs.program import PieceLaunches, PieceReason, piece_lines
 from rung.launch.record import current_record
 from tests.graphs.toys import WIDTH, ToyPlan, brk, data, make_manager, only, piece, run_padded
 
@@ -107,6 +107,7 @@ def test_what_else_a_graph_holds_keeps_it_a_graph(nodes: NodeCounts | None) -> N
     manager = make_manager(plan_of(double), backend=backend)
     manager.capture([PIECEWISE_4])
     assert manager.counters[Count.LAUNCHED_PIECES] == 0
+    assert manager.counters[PieceReason.OTHER_NODES.counter] == 2
     x = data(4, 0)
     assert torch.equal(run_padded(manager, PIECEWISE_4, x)[0], 2 * (2 * x + 1))
     assert double.launched == 0
@@ -120,6 +121,7 @@ def test_a_launch_that_cannot_be_repeated_keeps_it_a_graph(refuse: str, scratch:
     manager = make_manager(plan_of(double), backend=CountingBackend(torch.device("cpu")))
     manager.capture([PIECEWISE_4])
     assert manager.counters[Count.LAUNCHED_PIECES] == 0
+    assert piece_lines(manager.counters) == ["2 graphs between breaks are replayed as graphs: a launch in them cannot be repeated"]
 
 
 def test_small_pieces_and_full_graphs_stay_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +145,11 @@ def test_each_launch_wants_its_bytes(launches: int, launched: int, monkeypatch: 
     manager = make_manager(only(piece("piece_00", double)), backend=backend)
     manager.capture([PIECEWISE_4])
     assert manager.counters[Count.LAUNCHED_PIECES] == launched
+    assert manager.counters[PieceReason.FEW_BYTES.counter] == 1 - launched
 
 
 @pytest.mark.usefixtures("all_sizes")
 def test_other_backends_are_not_asked() -> None:
     manager = make_manager(plan_of(Launching()))
     manager.capture([PIECEWISE_4])
-    assert manager.counters[Count.LAUNCHED_PIECES] == 0
+    assert piece_lines(manager.counters) == []

@@ -60,7 +60,8 @@ class _Capture:
             if self._open is None:
                 self._begin(step.name)
             if step.kind == "piece":
-                self._bytes += sum(value.nbytes for value in arguments if isinstance(value, torch.Tensor))
+                if self._record is not None:
+                    self._bytes += sum(value.numel() * value.element_size() for value in arguments if isinstance(value, torch.Tensor))
                 return self._backend.call_piece(step, arguments)
             with nullcontext() if self._check is None else self._check.watch():
                 return step.call(arguments)

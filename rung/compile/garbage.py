@@ -11,6 +11,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Of frozen objects: Python 3.12 puts its own immortal ones there, some hundred; a process that has torch and freezes has 100 000 and more.
+_FEW = 10_000
+
 
 @contextmanager
 def without_collections() -> Iterator[None]:
@@ -23,7 +26,7 @@ def without_collections() -> Iterator[None]:
         yield
     finally:
         if collects:
-            if not gc.get_freeze_count():
+            if gc.get_freeze_count() < _FEW:
                 gc.freeze()  # moves all objects out of their generations,
                 gc.unfreeze()  # and this moves them to the oldest; neither looks at them
             gc.enable()

@@ -69,7 +69,8 @@ def test_what_was_off_stays_off() -> None:
 def test_frozen_objects_stay_frozen() -> None:
     """In a process of its own: what it freezes is everything."""
     code = (
-        "import gc\nfrom rung.compile.garbage import without_collections\ngc.freeze()\nbefore = gc.get_freeze_count()\n"
+        "import gc\nfrom rung.compile.garbage import without_collections\nmany = [[] for _ in range(20_000)]\ngc.freeze()\n"
+        "before = gc.get_freeze_count()\n"
         "with without_collections():\n    pass\nassert gc.isenabled()\nassert gc.get_freeze_count() == before > 0\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

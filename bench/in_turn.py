@@ -108,6 +108,8 @@ def measure(
                 for _ in range(steps - SETTLING):
                     steady.step()
                 found[name].append((time.perf_counter() - start) / (steps - SETTLING) * 1e3)
+                if len(engine.scheduler.requests) != requests:
+                    raise RuntimeError(f"{len(engine.scheduler.requests)} of {requests} requests were left in the turn of {name}")
         wait()
     return found
 
@@ -120,13 +122,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=36, help="of a turn")
     parser.add_argument("--choices", default="in_use,before", help="of " + ", ".join(CHOICES))
     options = parser.parse_args()
-    names = options.choices.split(",")
+    names = list(dict.fromkeys(options.choices.split(",")))
+    if unknown := [name for name in names if name not in CHOICES]:
+        parser.error(f"no choices: {', '.join(unknown)}; there are {', '.join(CHOICES)}")
+    if options.steps <= SETTLING:
+        parser.error(f"a turn is more than {SETTLING} steps")
     device = resolve_device("auto")
     decoder = open_decoder(options.target, resolve_dtype("auto", device), device, shapes=True)
-    length = options.context + (len(names) + 2) * options.steps + 64
+    chunk = max(8192, options.requests)
+    # Early requests decode while the prompts of the others are computed.
+    length = options.context + (len(names) + 2) * options.steps + -(-options.requests * options.context // chunk) + 64
     config = RunnerConfig(
         max_num_requests=options.requests,
-        max_num_tokens=max(8192, options.requests),
+        max_num_tokens=chunk,
         max_model_len=max(4096, length),
         num_blocks=options.requests * -(-length // 16) + 256,
         graphs="full_and_piecewise",

@@ -39,7 +39,7 @@ class Count(StrEnum):
     UNFORESEEN_KERNELS = "unforeseen_kernels"  # times that a compile or start could not tell which kernels it needs
     EAGER_CALLS = "eager_calls"
     CAPTURES = "captures"
-    LAUNCHED_PIECES = "launched_pieces"  # graphs between breaks that were captured and are replayed as launches
+    LAUNCHED_PIECES = "launched_pieces"  # graphs between breaks that were captured to be replayed as launches
     REPLAYS = "replays"
     REPEATED_BREAKS = "repeated_breaks"  # attention breaks of replays that were the launches of an earlier step, without its Python
     RECORDED_BREAKS = "recorded_breaks"  # those whose Python ran while its launches were written down; others: `python_break.<reason>`

@@ -146,7 +146,8 @@ def of_model(name: str, model: str, options: argparse.Namespace) -> argparse.Nam
 
 
 def timetable(jobs: Sequence[Job], devices: int, *, ahead: bool = True) -> list[tuple[Job, float, float]]:
-    """Each job with the seconds at which it would get its device and be over, where guesses hold: as `bench.peers.queue` runs them."""
+    """Each job with the seconds at which it would get its device and be over, where guesses hold: as `bench.peers.queue` runs them, but one
+    that is listed before a job that starts alone is not held up by it."""
     left, over, found = list(jobs), dict[str, float](), list[tuple[Job, float, float]]()
     alone = list[tuple[float, float]]()  # when a job starts alone, no other is launched or gets its turn
 

@@ -202,9 +202,9 @@ class ReplayProgram:
 
 
 def piece_lines(counts: Mapping[str, int]) -> list[str]:
-    """One line for each way in which graphs between breaks are replayed where launches could take their place, among all counts."""
+    """One line for each way in which graphs between breaks were captured where launches could take their place, among all counts."""
     ways = [
         (Count.LAUNCHED_PIECES, "as the launches they hold"),
         *((reason.counter, f"as graphs: {reason.sentence}") for reason in PieceReason),
     ]
-    return [f"{counts[name]} graphs between breaks are replayed {how}" for name, how in ways if counts.get(name, 0)]
+    return [f"{counts[name]} graphs between breaks were captured to be replayed {how}" for name, how in ways if counts.get(name, 0)]

@@ -121,7 +121,9 @@ def test_a_launch_that_cannot_be_repeated_keeps_it_a_graph(refuse: str, scratch:
     manager = make_manager(plan_of(double), backend=CountingBackend(torch.device("cpu")))
     manager.capture([PIECEWISE_4])
     assert manager.counters[Count.LAUNCHED_PIECES] == 0
-    assert piece_lines(manager.counters) == ["2 graphs between breaks are replayed as graphs: a launch in them cannot be repeated"]
+    assert piece_lines(manager.counters) == [
+        "2 graphs between breaks were captured to be replayed as graphs: a launch in them cannot be repeated"
+    ]
 
 
 def test_small_pieces_and_full_graphs_stay_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ class _Capture:
         self._generators = generators
         self._check = DryRun(backend.device, generators, stop=True) if watch else None
         self._full = full
+        self._recorded = backend.repeats_launches() and not full
         self._open: ExitStack | None = None
         self._record: LaunchRecord | None = None
         self._bytes = 0  # of what the pieces of the open graph were given
@@ -86,8 +87,7 @@ class _Capture:
         """Open the graph of the steps from here to the next one that must run on the host."""
         opened = ExitStack()
         self._graph, self._name = opened.enter_context(self._backend.capture(self._pool, self._generators)), name
-        recorded = self._backend.repeats_launches() and not self._full
-        self._record = opened.enter_context(record_launches(Workspace())) if recorded else None
+        self._record = opened.enter_context(record_launches(Workspace())) if self._recorded else None
         self._bytes = 0
         self._open = opened  # only what was entered is left
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from rung.graphs import capture
-from rung.models import LlamaConfig, random_model
+from rung.models import SHAPES, random_model
 from rung.runner import Engine, RunnerConfig, SamplingParams, build_engine
 from rung.runner.config import Mode
 from rung.runner.graph_forward import GraphForward
@@ -21,18 +22,7 @@ from tests.gpu.sync_debug import no_waiting
 from tests.gpu.test_kv_groups import SMALL, small_model
 
 # Joined as the shapes of the benchmarks are, so that nothing but our kernels runs between two breaks.
-LLAMA = LlamaConfig(
-    vocab_size=1024,
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=64,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
-)
+LLAMA = replace(SHAPES["tiny"], vocab_size=1024, hidden_size=256, intermediate_size=512, num_layers=4, head_size=64)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from bench.in_turn import CHOICES, PRODUCTS, SETTLING, Turns, chosen, measure
 from rung.graphs.program import ReplayProgram
-from rung.models import LlamaConfig, random_model
+from rung.models import SHAPES, random_model
 from rung.passes.kernels import projections
 from rung.passes.kernels.tiles import tiles_for
 from rung.runner import RunnerConfig, SamplingParams, build_engine
 
-SHAPE = LlamaConfig(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_size=16,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
-)
-
 
 def test_graphs_are_used_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     config = RunnerConfig(
         max_num_requests=4, max_num_tokens=64, max_model_len=200, capture_sizes=(4,), graphs="full_and_piecewise", prefix_cache=False
     )
-    engine, runner, _ = build_engine(random_model(SHAPE, dtype=torch.float32, device="cpu"), config)
+    engine, runner, _ = build_engine(random_model("tiny"), config)
     prompts, params = [[at, 5, 6] for at in range(4)], SamplingParams(max_tokens=12, ignore_eos=True)
     wanted = [one.token_ids for one in engine.generate(prompts, params)]
     turns = Turns(runner, 4)
@@ -40,7 +25,7 @@ def test_graphs_are_used_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     replayed: list[int] = []
     replay = ReplayProgram.replay
     monkeypatch.setattr(ReplayProgram, "replay", lambda program: (replayed.append(id(program)), replay(program)))
-    found = measure(engine, turns, ["a", "b"], 4, 8, SETTLING + 2, SHAPE.vocab_size)
+    found = measure(engine, turns, ["a", "b"], 4, 8, SETTLING + 2, SHAPES["tiny"].vocab_size)
     assert {name: len(each) for name, each in found.items()} == {"a": 2, "b": 2}
     assert all(ms > 0 for each in found.values() for ms in each)
     counts = {one: replayed.count(one) for one in set(replayed)}

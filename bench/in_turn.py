@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,7 +94,6 @@ def measure(
     engine: Engine, turns: Turns, names: Sequence[str], requests: int, context: int, steps: int, vocab: int
 ) -> dict[str, list[float]]:
     """ms a step of each turn, by name: as many decodes as names, each beginning with the next one."""
-    wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     found: dict[str, list[float]] = {name: [] for name in names}
     for first in range(len(names)):
         with decoding(engine, requests, context, steps * (len(names) + 1), vocab) as steady:
@@ -110,7 +109,6 @@ def measure(
                 found[name].append((time.perf_counter() - start) / (steps - SETTLING) * 1e3)
                 if len(engine.scheduler.requests) != requests:
                     raise RuntimeError(f"{len(engine.scheduler.requests)} of {requests} requests were left in the turn of {name}")
-        wait()
     return found
 
 

@@ -13,7 +13,7 @@ A device runs one process at a time. The next one imports meanwhile, on processo
 the device: each has one half of the processors that a device gets (`--no-ahead`: all, and nothing is begun ahead). What was imported
 beside another process' start or measurement is in `import` (vLLM's look at the model's class likewise), not in `build` and later phases;
 `ready` leaves the wait out. While a start of ours that has targets runs no other process begins, on any device; a cold one has all
-processors of its own.
+processors of its device.
 
 A decode step is one engine step in which each of B requests produces a token. Its ms are from the times at which steps ended, where all
 requests decode: the table's of the steps between 16 and 144 tokens, median of three generations, the sweep's of three of 80 tokens (from

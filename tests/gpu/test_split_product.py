@@ -11,7 +11,7 @@ from rung.passes.kernels.wide import split_product
 from tests.gpu.test_wide import CUDA, E4M3, error, meaning, operands
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-SHAPES = [(256, 2, 5), (192, 2, 7), (128, 2, 9), (256, 1, 5), (256, 4, 4), (64, 2, 5)]  # rows of a block, shares of k, stages
+SHAPES = [(64, 2, 9), (256, 2, 5), (192, 2, 7), (128, 2, 9), (256, 1, 5), (256, 4, 4), (64, 2, 5)]  # rows of a block, shares of k, stages
 WAY: dict[str, Any] = {"programmatic": True}
 
 
@@ -28,7 +28,7 @@ def plain(rows: int, n: int, k: int, e4m3: bool, seed: int = 0) -> tuple[torch.T
 
 @pytest.mark.parametrize("e4m3", [False, True])
 @pytest.mark.parametrize(("block_m", "splits", "stages"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 64, 65, 128, 129, 200, 255, 256])
+@pytest.mark.parametrize("rows", [1, 17, 40, 64, 65, 128, 129, 200, 255, 256])
 def test_equals_the_product(rows: int, block_m: int, splits: int, stages: int, e4m3: bool) -> None:
     if rows > block_m:
         pytest.skip("more rows than a block has")

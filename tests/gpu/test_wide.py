@@ -52,7 +52,8 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("e4m3", [False, True])
 @pytest.mark.parametrize(
-    ("blocks", "rows"), [(1, 1), (1, 65), (1, 100), (1, 128), (2, 129), (2, 200), (2, 255), (2, 256), (2, 300), (1, 300)]
+    ("blocks", "rows"),
+    [(1, 1), (1, 33), (1, 64), (1, 65), (1, 100), (1, 128), (2, 130), (2, 129), (2, 200), (2, 255), (2, 256), (2, 300), (1, 300)],
 )
 def test_equals_the_product(rows: int, blocks: int, e4m3: bool) -> None:
     args = operands(rows, 1792, 4096, e4m3)

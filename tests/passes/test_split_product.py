@@ -75,7 +75,7 @@ def test_a_bias_of_an_e4m3_weight_is_in_its_report(biased: bool, rows: str, monk
 
 
 @pytest.mark.skipif(why_no_nvrtc() is not None, reason=why_no_nvrtc() or "")
-@pytest.mark.parametrize(("rows", "splits", "stages"), [(128, 2, 9), (192, 2, 7), (256, 2, 5), (256, 1, 5)])
+@pytest.mark.parametrize(("rows", "splits", "stages"), [(64, 2, 9), (128, 2, 9), (192, 2, 7), (256, 2, 5), (256, 1, 5)])
 @pytest.mark.parametrize("e4m3", [False, True])
 def test_nvrtc_compiles_it_without_a_device(rows: int, splits: int, stages: int, e4m3: bool) -> None:
     kinds = dict.fromkeys(split_product_kernel.arguments, "i32")

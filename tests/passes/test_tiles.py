@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from rung.passes.kernels import tiles as tables
+from rung.passes.kernels.fp8_launches import _summed_size
 from rung.passes.kernels.fp8_product import Weight, product_tiles
+from rung.passes.kernels.launches import row_warps
 from rung.passes.kernels.tiles import BF16, Dtypes, most_rows, row_cases, say_rows, tiles_for
 
 SHAPES = [(6144, 4096, ""), (4096, 4096, ""), (14336, 4096, "silu"), (4096, 14336, ""), (128256, 4096, "")]
@@ -79,15 +81,15 @@ def test_few_rows_of_small_weights_have_tiles_of_eight_rows_in_bf16() -> None:
 @pytest.mark.parametrize("splittable", [False, True])
 def test_k_is_shared_by_clusters_where_they_come_to_one_round(splittable: bool) -> None:
     def rows_of(n: int, k: int, fp8: Dtypes) -> list[int]:
-        found = [(rows, tiles_for(rows, n, k, splittable=splittable, fp8=fp8)) for rows in (64, 65, 128, 129, 192, 193, 256, 257)]
+        ends = (16, 17, 64, 65, 128, 129, 192, 193, 256, 257)
+        found = [(rows, tiles_for(rows, n, k, splittable=splittable, fp8=fp8)) for rows in ends]
         return [rows for rows, tiles in found if tiles is not None and tiles.shares_k]
 
     e4m3 = Dtypes(True, True)
     for n, k in ((4096, 4096), (4096, 14336), (3584, 18944)):
-        assert rows_of(n, k, BF16) == [129, 192]
-        assert rows_of(n, k, e4m3) == [65, 128, *([129, 192, 193, 256] if k > 4096 else [])]
-    assert rows_of(6144, 4096, e4m3) == ([] if splittable else [129, 192])
-    for n, k, fp8 in ((6144, 4096, BF16), (4096, 1024, BF16), (2048, 8192, e4m3), (5120, 5120, e4m3)):
+        assert rows_of(n, k, BF16) == [17, 64, 129, 192]
+        assert rows_of(n, k, e4m3) == [17, 64, 65, 128, *([129, 192, 193, 256] if k > 4096 else [])]
+    for n, k, fp8 in ((6144, 4096, BF16), (6144, 4096, e4m3), (4096, 1024, BF16), (2048, 8192, e4m3), (5120, 5120, e4m3)):
         assert rows_of(n, k, fp8) == []
     for fp8 in (Dtypes(weights=True), Dtypes(True, True, squares=True)):
         assert rows_of(4096, 4096, fp8) == []
@@ -108,7 +110,7 @@ def test_what_is_said_of_rows_is_what_they_take(wide: bool, splittable: bool, fp
 
 
 def test_where_the_wide_kernels_are_refused_tiles_of_triton_go_on() -> None:
-    for rows in (65, 128, 129, 256):
+    for rows in (64, 65, 128, 129, 256):
         assert (with_them := tiles_for(rows, 4096, 14336, splittable=True, fp8=Dtypes(True, True))) is not None
         assert (without := tiles_for(rows, 4096, 14336, splittable=True, fp8=Dtypes(True, True), wide=False)) is not None
         assert (with_them.wide > 0, without.wide) == (True, 0)
@@ -118,3 +120,13 @@ def test_where_the_wide_kernels_are_refused_tiles_of_triton_go_on() -> None:
     assert found is not None
     assert not found.wide
     assert product_tiles(128, given, "") is None  # cuBLAS
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "parts", "warps", "quantised"),
+    [(8, 4096, 2, 8, 16), (64, 4096, 1, 8, 8), (96, 4096, 1, 8, 8), (97, 4096, 1, 32, 32), (65, 4096, 2, 32, 32), (256, 4096, 1, 32, 32),
+     (257, 4096, 1, 8, 8), (256, 2048, 2, 4, 4), (8192, 16384, 1, 8, 16)],
+)  # fmt: skip
+def test_norms_have_many_warps_where_rows_are_many_and_not_too_many(rows: int, n: int, parts: int, warps: int, quantised: int) -> None:
+    assert row_warps(rows, n, parts) == warps
+    assert _summed_size(rows, n, parts)["num_warps"] == quantised

@@ -71,8 +71,8 @@ def test_e4m3_rows_are_copied_where_nothing_takes_them_as_they_lie() -> None:
 @pytest.mark.parametrize(
     ("rows", "weight", "activation", "asked"),
     [(64, (28672, 4096), "silu", 0), (65, (28672, 4096), "silu", 1), (256, (28672, 4096), "silu", 1), (257, (28672, 4096), "silu", 0),
-     (64, (4096, 4096), "", 0), (129, (4096, 4096), "", 1), (128, (6144, 4096), "", 0), (128, (3072, 576), "silu", 0),
-     (None, (28672, 4096), "silu", 1)],
+     (64, (4096, 4096), "", 0), (129, (4096, 4096), "", 1), (128, (6144, 4096), "", 0),
+     (128, (3072, 576), "silu", 0), (None, (28672, 4096), "silu", 1)],
 )  # fmt: skip
 def test_a_call_asks_for_it_only_where_it_has_that_many_rows(
     rows: int | None, weight: tuple[int, int], activation: str, asked: int, monkeypatch: pytest.MonkeyPatch
@@ -131,8 +131,8 @@ def blocks(rows: int, fp8: Dtypes = BF16) -> int:
 
 
 def test_rows_that_take_it() -> None:
-    assert [blocks(rows) for rows in (64, 65, 128, 129, 208, 209, 256, 257)] == [0, 1, 1, 0, 0, 2, 2, 0]
-    assert [blocks(rows, Dtypes(True, True)) for rows in (64, 65, 128, 129, 256, 257, 512, 513)] == [0, 1, 1, 2, 2, 1, 1, 0]
+    assert [blocks(rows) for rows in (32, 33, 128, 129, 208, 209, 256, 257)] == [0, 1, 1, 0, 0, 2, 2, 0]
+    assert [blocks(rows, Dtypes(True, True)) for rows in (16, 17, 128, 129, 256, 257, 512, 513)] == [0, 1, 1, 2, 2, 1, 1, 0]
     for other in (Dtypes(weights=True), Dtypes(True, True, squares=True)):  # converted weights; scales of squares
         assert not any(blocks(rows, other) for rows in range(600))
 
@@ -145,8 +145,10 @@ def parts(rows: int, k: int, *, splittable: bool = True, n: int = 4096) -> int:
 
 def test_rows_whose_parts_are_summed_behind_it() -> None:
     for k in (4096, 14336):
-        assert [parts(rows, k) for rows in (192, 208, 209, 256, 257)] == [0, 0, 2, 2, 0]
+        assert [parts(rows, k) for rows in (64, 129, 192, 193, 256, 257)] == [0, 0, 0, 2, 2, 0]
         assert parts(256, k, splittable=False) == 0
+    assert [parts(rows, 14336) for rows in (65, 128)] == [2, 2]
+    assert [parts(rows, 4096) for rows in (65, 128)] == [0, 0]
     assert parts(256, 4096, n=6144) == 0
     assert parts(256, 2048) == 0
 
@@ -211,9 +213,10 @@ def test_bindings_without_their_library_are_a_reason(monkeypatch: pytest.MonkeyP
     assert why_no_nvrtc() == reason
     x, weight = torch.empty(128, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16, device="meta")
     assert why_not_wide(x, weight, None) == reason
-    with rehearse_launches(90) as rehearsal:
-        assert projections.linear(x.to("meta"), weight, None, "silu").shape == (128, 14336)
-    assert [launcher.name for launcher, _, _ in rehearsal.wanted.values()] == ["activate_kernel"]  # behind cuBLAS
+    for rows, kernel in ((128, "activate_kernel"), (64, "product_kernel")):  # behind cuBLAS; Triton's tiles
+        with rehearse_launches(90) as rehearsal:
+            assert projections.linear(x.to("meta")[:rows], weight, None, "silu").shape == (rows, 14336)
+        assert [launcher.name for launcher, _, _ in rehearsal.wanted.values()] == [kernel]
     with pytest.raises(KernelExportError, match="libnvrtc"):
         export_cuda(wide_product_kernel, specialisation(), {"num_warps": 9, "num_ctas": 1, "launch_pdl": True}, 90)
 

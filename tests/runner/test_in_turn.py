@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.in_turn import CHOICES, PRODUCTS, SETTLING, Turns, chosen, measure
+from bench.in_turn import CHOICES, PRODUCTS, SETTLING, Turns, chosen, joined, measure
 from rung.graphs.program import ReplayProgram
 from rung.models import SHAPES, random_model
-from rung.passes.kernels import projections
+from rung.passes.kernels import fp8_product, projections
 from rung.passes.kernels.tiles import tiles_for
 from rung.runner import RunnerConfig, SamplingParams, build_engine
 
@@ -37,12 +37,16 @@ def test_graphs_are_used_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.token_ids for one in engine.generate(prompts, params)] == wanted
 
 
-@pytest.mark.parametrize("name", list(CHOICES))
-def test_choices_are_for_the_rows_at_the_limit_alone(name: str) -> None:
-    named = {"splittable": True, "activation": ""}
-    with chosen(CHOICES[name]):
+@pytest.mark.parametrize("names", [*CHOICES, "cublas_o+wide_qkv"])
+def test_choices_are_for_their_products_alone(names: str) -> None:
+    choice = joined(names)
+    assert set(choice) == {product for name in names.split("+") for product in CHOICES[name]}
+    with chosen(choice):
         for (n, k), product in PRODUCTS.items():
-            assert projections.tiles_for(208, n, k, **named) == tiles_for(208, n, k, splittable=True)
-            wanted = CHOICES[name].get(product, tiles_for(256, n, k, splittable=True))
-            assert projections.tiles_for(256, n, k, **named) == wanted
-    assert projections.tiles_for is tiles_for
+            for module in (projections, fp8_product):
+                assert module.tiles_for(1, n, k) == tiles_for(1, n, k)
+                assert module.tiles_for(256, n, k, splittable=True) == choice.get(product, tiles_for(256, n, k, splittable=True))
+                wanted = choice.get(product)
+                if wanted is not None and wanted.splits > 1:
+                    assert module.tiles_for(256, n, k) == tiles_for(256, n, k)
+    assert projections.tiles_for is fp8_product.tiles_for is tiles_for

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from rung.launch import TritonLauncher
+from rung.passes.kernels.launches import row_warps
 
 _KERNELS = "rung.passes.kernels.fp8_kernels"  # named, not imported: it needs Triton, which a warm start does without
 QUANTISE = TritonLauncher(_KERNELS, "quantise_kernel")
@@ -57,7 +58,7 @@ def add_norm_quantise(
     programmatic: bool = False,
 ) -> tuple[Quantised, torch.Tensor]:
     """`launches.add_norm` with the normed rows quantised."""
-    rows, n = x.shape[-2:]
+    (rows, n), parts = x.shape[-2:], x.shape[0] if x.dim() == 3 else 1
     made = _empty(rows, n, group if input_scale is None else 0, x.device)
     hidden = x if residual is None else torch.empty((rows, n), dtype=norm_weight.dtype, device=x.device)
     ADD_NORM_QUANTISE.run(
@@ -65,8 +66,8 @@ def add_norm_quantise(
         x, x if bias is None else bias, x if residual is None else residual, norm_weight, hidden,
         x if input_scale is None else input_scale, *made, rows, n, epsilon,
         x.stride(-2), 0 if residual is None else residual.stride(0), made.scale.stride(1),
-        PARTS=x.shape[0] if x.dim() == 3 else 1, BIAS=bias is not None, RESIDUAL=residual is not None,
-        KIND=_kind(input_scale, group), PROGRAMMATIC=programmatic, launch_pdl=programmatic, **_size(n),
+        PARTS=parts, BIAS=bias is not None, RESIDUAL=residual is not None,
+        KIND=_kind(input_scale, group), PROGRAMMATIC=programmatic, launch_pdl=programmatic, **_summed_size(rows, n, parts),
     )  # fmt: skip
     return made, hidden
 
@@ -83,3 +84,11 @@ def _kind(input_scale: torch.Tensor | None, group: int) -> str:
 def _size(n: int) -> dict[str, int]:
     block = max(128, 1 << (n - 1).bit_length())
     return {"BLOCK": block, "num_warps": 4 if block <= 2048 else 8 if block <= 8192 else 16}
+
+
+def _summed_size(rows: int, n: int, parts: int) -> dict[str, int]:
+    """`_size` where parts of a row are summed and normed first."""
+    size = _size(n)
+    if n > 2048:
+        size["num_warps"] = max(size["num_warps"], row_warps(rows, n, parts), 16 if parts > 1 else 0)
+    return size

@@ -72,8 +72,8 @@ def gated(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x, programmatic = rows_of(x), is_programmatic(x)
-    tiles = tiles_for(x.shape[0], *gate.shape, activation=activation, programmatic=programmatic, fp8=_FP8)
-    if tiles is not None and not tiles.wide:
+    tiles = tiles_for(x.shape[0], *gate.shape, activation=activation, programmatic=programmatic, fp8=_FP8, wide=False)
+    if tiles is not None:
         around = Surroundings(
             x_scale=_one_each(x, x_scale), weight_scale=gate_scale, up=up, up_scale=up_scale, activation=activation
         )  # fmt: skip
@@ -88,8 +88,8 @@ def gated(
 def three(x: torch.Tensor, x_scale: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x, weights, scales, biases = rows_of(x), args[0:6:2], args[1:6:2], args[6:9]
     total = sum(weight.shape[0] for weight in weights)
-    tiles = tiles_for(x.shape[0], total, x.shape[1], programmatic=is_programmatic(x), fp8=_FP8)
-    if tiles is not None and not tiles.wide:
+    tiles = tiles_for(x.shape[0], total, x.shape[1], programmatic=is_programmatic(x), fp8=_FP8, wide=False)
+    if tiles is not None:
         one, two, three = launches.sibling_products(x, weights, biases, tiles, _one_each(x, x_scale), scales)
         return one, two, three
     rows = _spread(x, x_scale)

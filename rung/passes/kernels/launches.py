@@ -169,17 +169,25 @@ def add_norm(
     programmatic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, hidden = x + residual), both [rows, n]; x is [rows, n], or the sums of a split product, to which the bias belongs."""
-    rows, n = x.shape[-2:]
+    (rows, n), parts = x.shape[-2:], x.shape[0] if x.dim() == 3 else 1
     normed = torch.empty((rows, n), dtype=norm_weight.dtype, device=x.device)
     hidden = x if residual is None else torch.empty_like(normed)
     ADD_NORM.run(
         (rows, 1, 1),
         x, x if bias is None else bias, x if residual is None else residual, norm_weight, hidden, normed, rows, n, epsilon,
         x.stride(-2), 0 if residual is None else residual.stride(0),
-        PARTS=x.shape[0] if x.dim() == 3 else 1, BIAS=bias is not None, RESIDUAL=residual is not None,
-        PROGRAMMATIC=programmatic, launch_pdl=programmatic, BLOCK=1 << (n - 1).bit_length(), num_warps=4 if n <= 2048 else 8,
+        PARTS=parts, BIAS=bias is not None, RESIDUAL=residual is not None,
+        PROGRAMMATIC=programmatic, launch_pdl=programmatic, BLOCK=1 << (n - 1).bit_length(), num_warps=row_warps(rows, n, parts),
     )  # fmt: skip
     return normed, hidden
+
+
+def row_warps(rows: int, n: int, parts: int) -> int:
+    """Warps of a program that sums the parts of a row of n numbers and norms it. Measured on an H200 (docs/performance.md): of 100 to 256
+    rows several are on a multiprocessor, whose threads hold too few numbers on their way; beyond, threads with more of them are better."""
+    if n <= 2048:
+        return 4
+    return 32 if (96 if parts == 1 else 64) < rows <= 256 else 8
 
 
 def activate(x: torch.Tensor, activation: str, *, programmatic: bool = False) -> torch.Tensor:

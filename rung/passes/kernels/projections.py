@@ -129,9 +129,11 @@ def _product(x: torch.Tensor, weight: torch.Tensor, around: Surroundings, *, spl
     """[rows, n], or, where it is splittable, perhaps the parts [splits, rows, n] without the bias."""
     rows, k = x.shape
     n = weight.shape[0] // (2 if around.activation else 1)
-    programmatic = is_programmatic(x)
-    tiles = tiles_for(rows, n, k, activation=around.activation, splittable=splittable, programmatic=programmatic)
-    if tiles is not None and not (tiles.wide and why_not_wide(x, weight, around.bias)):
+    named: dict[str, Any] = {"activation": around.activation, "splittable": splittable, "programmatic": is_programmatic(x)}
+    tiles = tiles_for(rows, n, k, **named)
+    if tiles is not None and tiles.wide and why_not_wide(x, weight, around.bias):
+        tiles = tiles_for(rows, n, k, **named, wide=False)
+    if tiles is not None:
         return launches.product(x, weight, around, tiles)
     assert around.norm_weight is None, "one row always has tiles"
     assert around.residual is None, "one row always has tiles"

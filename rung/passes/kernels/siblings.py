@@ -36,8 +36,8 @@ def describe_three(x: torch.Tensor, *args: Any) -> str:
 
 def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     x, programmatic = rows_of(x), is_programmatic(x)
-    tiles = tiles_for(x.shape[0], *gate.shape, activation=activation, programmatic=programmatic)
-    if tiles is not None and not tiles.wide:
+    tiles = tiles_for(x.shape[0], *gate.shape, activation=activation, programmatic=programmatic, wide=False)
+    if tiles is not None:
         return launches.product(x, gate, Surroundings(up=up, activation=activation), tiles)
     return launches.activate_pair(F.linear(x, gate), F.linear(x, up), activation, programmatic=programmatic)
 
@@ -46,8 +46,9 @@ def three(
     x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, *biases: Bias
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x, weights = rows_of(x), (first, second, third)
-    tiles = tiles_for(x.shape[0], sum(weight.shape[0] for weight in weights), first.shape[1], programmatic=is_programmatic(x))
-    if tiles is not None and not tiles.wide:
+    total = sum(weight.shape[0] for weight in weights)
+    tiles = tiles_for(x.shape[0], total, first.shape[1], programmatic=is_programmatic(x), wide=False)
+    if tiles is not None:
         one, two, three = launches.sibling_products(x, weights, biases, tiles)
         return one, two, three
     return F.linear(x, first, biases[0]), F.linear(x, second, biases[1]), F.linear(x, third, biases[2])

@@ -75,7 +75,8 @@ _LARGE: _Table = (
     ("gated", 32, Tiles(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0)),
     ("plain", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=6, prefetch=256, swap=True)),
     ("split", 64, Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=6, prefetch=0, splits=4)),
-    ("gated", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256)),
+    ("gated", 64, _wide(1, 64)),
+    ("gated", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=256)),  # without the kernels in CUDA C++
     ("gated", 128, _wide(1, 64)),
     ("gated", 208, None),  # cuBLAS has tiles of 192 rows
     ("gated", 256, _wide(2, 64)),  # the weights once for both blocks: less power, which bounds the clock there
@@ -94,9 +95,10 @@ _LARGE_FP8: _Table = (
     ("gated", 16, Tiles(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4, prefetch=1024)),
     ("plain", 64, Tiles(block_m=64, block_n=64, block_k=256, num_warps=4, num_stages=6, prefetch=256, swap=True)),
     ("plain", 128, None),
-    ("plain", 256, _wide(1, 128, 48, 8)),
+    ("plain", 256, _wide(2, 128, 48, 8)),
     ("split", 64, Tiles(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, prefetch=0, splits=4)),
     ("split", 256, Tiles(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=6, prefetch=0)),
+    ("gated", 64, _wide(1, 128)),
     ("gated", 64, Tiles(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=4, prefetch=256)),
     ("gated", 128, _wide(1, 128)),
     ("gated", 256, _wide(2, 128)),
@@ -106,17 +108,20 @@ _LARGE_FP8: _Table = (
 # entry that goes before those of the tables above for as many rows; "any" is "plain" or "split".
 _PAIRS, _SINGLES = range(3584, 4225), range(5632, 8449)  # of blocks
 _SHARING: tuple[tuple[range, int, str, int, Tiles | None], ...] = (
+    (_PAIRS, 4096, "any", 32, _sharing(2, 64, 64, 9)),  # from 17 rows on
+    (_PAIRS, 4096, "any", 64, _sharing(2, 64, 64, 9)),
+    (_PAIRS, 8192, "split", 128, _wide(1, 64, 32, 9, parts=2)),
     (_PAIRS, 4096, "any", 128, None),
     (_PAIRS, 4096, "any", 192, _sharing(2, 64, 192, 7)),
-    (_PAIRS, 4096, "split", 208, None),
     (_PAIRS, 4096, "split", 256, _wide(2, 64, 64, 6, parts=2)),
 )
 _SHARING_FP8: tuple[tuple[range, int, str, int, Tiles | None], ...] = (
+    (_PAIRS, 4096, "any", 64, _sharing(2, 128, 64, 9)),  # from 17 rows on
     (_PAIRS, 4096, "any", 128, _sharing(2, 128, 128, 9)),
     (_PAIRS, 8192, "any", 192, _sharing(2, 128, 192, 7)),
+    (_PAIRS, 4096, "any", 192, _wide(2, 128, 32, 8)),
     (_PAIRS, 8192, "any", 256, _sharing(2, 128, 256, 5)),
     (_SINGLES, 4096, "plain", 128, _wide(1, 128, 48, 8)),
-    (_SINGLES, 4096, "plain", 192, _sharing(1, 128, 192, 7)),
 )
 
 

@@ -52,10 +52,11 @@ def wide_product(
     assert parts == 1 or (not activation and x_scale is None and parts * ROW_BYTES <= x.shape[1] * x.element_size())
     shape, dtype = ((rows, n), torch.bfloat16) if parts == 1 else ((parts, rows, n), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
-    tiles = -(-rows // (ROWS * blocks)) * -(-n // (block_n if activation else 2 * block_n)) * parts
+    row_tiles = -(-rows // (ROWS * blocks)) * blocks  # of equal numbers of rows: a box with rows outside of the matrix is slow
+    tiles = row_tiles // blocks * -(-n // (block_n if activation else 2 * block_n)) * parts
     clusters = min(tiles, multiprocessors(x.device) // blocks)
     WIDE.run(
-        (clusters, 1, 1), tensor_map(x, ROWS), tensor_map(weight, block_n), *_operands(x, x_scale, weight_scale, out),
+        (clusters, 1, 1), tensor_map(x, -(-rows // row_tiles)), tensor_map(weight, block_n), *_operands(x, x_scale, weight_scale, out),
         BLOCK_N=block_n, BLOCKS=blocks, PARTS=parts, STAGES=stages, E4M3=x_scale is not None, ACTIVATION=activation,
         num_warps=_WARPS, num_ctas=blocks, launch_pdl=programmatic,
     )  # fmt: skip

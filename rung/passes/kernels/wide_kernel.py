@@ -19,9 +19,10 @@ from rung.passes.kernels.ring_source import ring_bytes, ring_source
 ROWS = 128  # of a block
 
 _TEXT = r"""
-constexpr int X_BYTES = 128 * 128, W_BYTES = 2 * N * 128, STAGE = X_BYTES + W_BYTES;
+constexpr int X_BYTES = 128 * 128, W_BYTES = 2 * N * 128, STAGE = X_BYTES + W_BYTES;  // of x a tile of fewer rows fills the beginning
 constexpr int WIDTH = PLAIN ? 2 * N : N;  // outputs of a tile
 
+__device__ void zero(u32 address) { asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory"); }
 __device__ float rounded(float x) { return __uint_as_float(bf16x2(0.0f, x) & 0xFFFF0000u); }
 __device__ float gated(float gate, float up) {
   gate = rounded(gate), up = rounded(up);
@@ -37,7 +38,7 @@ __device__ float gated(float gate, float up) {
 
 // x [rows, k]; weight [2 * n, k], the gates first, or PLAIN [n, k]; out [rows, n]; scales of e4m3: x_scale a row, x_stride apart,
 // weight_scale a row of the weights. A tile has two sets of N rows of them: gates and what they gate, or PLAIN neighbours.
-// n is a multiple of 8; steps: of STAGE bytes along k. With PARTS > 1, PLAIN and not E4M3, out is float [PARTS, rows, n], the sums of each
+// n is a multiple of 8; steps: of 128 bytes along k. With PARTS > 1, PLAIN and not E4M3, out is float [PARTS, rows, n], the sums of each
 // part of k. Grid: clusters of BLOCKS blocks, any number.
 extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, u16* out, const float* x_scale,
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
   float* scales = (float*)(raw + (empty + 8 * STAGES - shared_address(raw)));  // [2][2 * N]: of this tile and of the one before
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x % BLOCKS;
   const int row_tiles = (rows + 128 * BLOCKS - 1) / (128 * BLOCKS), columns = (n + WIDTH - 1) / WIDTH, second = PLAIN ? N : n;
-  const int tiles = row_tiles * columns * PARTS;
+  const int tiles = row_tiles * columns * PARTS, box = (rows + row_tiles * BLOCKS - 1) / (row_tiles * BLOCKS);  // rows of a block's tile
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) init(full + 8 * s, 1), init(empty + 8 * s, 2 * BLOCKS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -60,12 +61,12 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
     if (lane == 0) {
       bool waited = false;  // for the kernel before, which may still write x; weights are older
       for (int tile = blockIdx.x / BLOCKS; tile < tiles; tile += gridDim.x / BLOCKS) {
-        const int row = (tile % row_tiles * BLOCKS + block) * 128, column = tile / row_tiles % columns * WIDTH;
+        const int row = (tile % row_tiles * BLOCKS + block) * box, column = tile / row_tiles % columns * WIDTH;
         const int part = tile / row_tiles / columns, first = steps * part / PARTS, end = steps * (part + 1) / PARTS;
         for (int step = first; step < end; step++) {
           wait(empty + 8 * stage, phase ^ 1);
           const u32 barrier = full + 8 * stage, x = ring + stage * STAGE, w = x + X_BYTES;
-          expect(barrier, STAGE);
+          expect(barrier, box * 128 + W_BYTES);
           if (BLOCKS > 1) {  // each brings one set for both
             load_for_both(w + block * N * 128, &weight_map, barrier, step * K, column + block * second);
           } else {
@@ -87,9 +88,15 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
   } else {
     const int group = warp / 4, quad = lane % 4;
     int odd = 0;
+    if (box < 128) {  // The instruction takes 128 rows all the same: zeros cost the least power.
+      const int count = (128 - box) * 8;  // of 16 bytes
+      for (int i = threadIdx.x; i < STAGES * count; i += 256) zero(ring + i / count * STAGE + box * 128 + i % count * 16);
+      asm volatile("fence.proxy.async.shared::cta;\nbar.sync 1, 256;" ::: "memory");
+    }
     if (E4M3) asm volatile("griddepcontrol.wait;" ::: "memory");  // x_scale is the predecessor's too
     for (int tile = blockIdx.x / BLOCKS; tile < tiles; tile += gridDim.x / BLOCKS, odd ^= 1) {
-      const int row = (tile % row_tiles * BLOCKS + block) * 128 + group * 64 + warp % 4 * 16 + lane / 4;
+      const int first_row = (tile % row_tiles * BLOCKS + block) * box, end_row = min(rows, first_row + box);
+      const int row = first_row + group * 64 + warp % 4 * 16 + lane / 4;
       const int column = tile / row_tiles % columns * WIDTH, part = tile / row_tiles / columns;
       const int count = steps * (part + 1) / PARTS - steps * part / PARTS;
       float row_scale[2] = {1.0f, 1.0f};
@@ -99,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
           const int set = i / N, at = column + i % N;
           scales[odd * 2 * N + i] = at + (PLAIN ? set * N : 0) < n ? weight_scale[at + set * second] : 0.0f;
         }
-        for (int h = 0; h < 2; h++) row_scale[h] = row + 8 * h < rows ? x_scale[(u64)(row + 8 * h) * x_stride] : 0.0f;
+        for (int h = 0; h < 2; h++) row_scale[h] = row + 8 * h < end_row ? x_scale[(u64)(row + 8 * h) * x_stride] : 0.0f;
         asm volatile("bar.sync 1, 256;" ::: "memory");
       }
       float sums[N];  // of the first set, then of the second: in one instruction, which reads x once for both
@@ -129,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
         for (int h = 0; h < 2; h++) {
           const int at = column + o + 2 * quad, to = row + 8 * h;
           float* const sum = (float*)out + ((u64)part * rows + to) * n + at;
-          if (at < n && to < rows) *(float2*)sum = float2{sums[o / 2 + 2 * h], sums[o / 2 + 2 * h + 1]};
+          if (at < n && to < end_row) *(float2*)sum = float2{sums[o / 2 + 2 * h], sums[o / 2 + 2 * h + 1]};
         }
       }
 #else
@@ -157,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) wide_product_kernel(
             const u32 r = __shfl_xor_sync(~0u, high ? a[0] : a[2], 2), s = __shfl_xor_sync(~0u, high ? a[1] : a[3], 2);
             if (high) a[0] = r, a[1] = s; else a[2] = r, a[3] = s;
             const int at = column + set * N + 8 * (first + quad), to = row + 8 * h;
-            if (quad < count && at < n && to < rows) *(uint4*)(out + (u64)to * out_stride + at) = uint4{a[0], a[1], a[2], a[3]};
+            if (quad < count && at < n && to < end_row) *(uint4*)(out + (u64)to * out_stride + at) = uint4{a[0], a[1], a[2], a[3]};
           }
         }
       }

@@ -148,10 +148,11 @@ def _starts(model: str, rows: Rows) -> str:
         if imports := [seconds for name, seconds in found.items() if name.startswith("compile: import ")]:
             found["compile without imports"] = found["build: compile"] - sum(imports)
         parts: list[str] = []
-        for name in (name for name in _PHASES.split(", ") if found.get(name, 0.0) >= 0.005):
+        for name in (name for name in _PHASES.split(", ") if name in found):
             short = name.split(": ")[-1]
             target = START_TARGETS.get((model, start, short)) if peer == "ours" and not name.startswith("log") else None
-            parts.append(f"{short} {found[name]:.2f}" + (f" ({target})" if target else ""))
+            if target or found[name] >= 0.005:
+                parts.append(f"{short} {found[name]:.2f}" + (f" ({target})" if target else ""))
         lines += [f"{model}, {peer} {start}, s: " + ", ".join(parts)] if parts else []
     return "\n".join(lines)
 

@@ -241,6 +241,8 @@ def test_figures_stand_beside_their_targets_and_a_failure_costs_only_its_own() -
         row("step", batch=8, context=128, wall_ms=4.2, min_ms=4.2, max_ms=4.2),
         row("kernels", batch=1, context=128, device_ms=3.9, kernels=231.0),
         row("prefill", tokens=8192, ms=200.0, max_ms=201.0, tflops=660.0),
+        row("phase", name="import rung", seconds=0.002),
+        row("phase", name="weights", seconds=0.002),
         row("phase", name="build: compile", seconds=8.0),
         row("phase", name="compile: import Inductor", seconds=2.5),
         row("phase", name="compile: import Dynamo", seconds=0.5),
@@ -255,7 +257,8 @@ def test_figures_stand_beside_their_targets_and_a_failure_costs_only_its_own() -
     assert "4.000 | 3.900" in lines["ours (device 0)"]
     assert "5.000 (4.800 to 5.100)" in lines["vllm (device 0)"]
     assert "83.5% (gate 70 %, goal 85 %)" in text
-    assert "compile 8.00 (goal 6), compile without imports 5.00 (gate 9), import Inductor 2.50, import Dynamo 0.50" in text
+    assert "ours cold, s: import rung 0.00 (gate 0.2, goal 0.1), compile 8.00 (goal 6), compile without" in text
+    assert "compile without imports 5.00 (gate 9), import Inductor 2.50, import Dynamo 0.50" in text
     assert "6.000 (6.000 to 6.100)*" in lines["B=8 at 32768"]
     assert "8b vllm cold: process: ran past 1 s" in text
     assert max(map(len, text.splitlines())) < 200

@@ -44,7 +44,10 @@ class GraphManager:
     the first capture of each kind alone for what must not be captured.
 
     Outputs belong to the manager until its next step. One lock serialises everything; a replay goes to the caller's current stream and
-    waits there for the step before it. `suspend` frees graphs and their memory and remembers what they were; `resume` captures it again."""
+    waits there for the step before it. `suspend` frees graphs and their memory and remembers what they were; `resume` captures it again.
+
+    A break that runs another step of the manager, or changes its graphs, would overwrite the step that it is part of: it gets a
+    `StateError`, and `is_running` says so beforehand."""
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class GraphManager:
         self.dim = dim
         self.counters = counters if counters is not None else Counters()
         self.generation = 0  # steps run so far; outputs of an older one are stale
+        self.is_running = False  # inside of a step or a capture; whoever holds the lock and sees it was called by a break
         self._guard = AddressGuard(addresses, self.inputs) if addresses is not None else None
         self._home = HomeProcess()
         self._order = backend.new_order()
@@ -111,6 +115,7 @@ class GraphManager:
         A failure does not end the ladder: the rest is captured, then the first `CaptureError` is raised, or all are returned in the report
         when `on_failure` is "skip". Either way the descriptors that failed stand in `failed`."""
         with self._lock:
+            self.refuse_nested()
             if self.is_suspended and not lazy:
                 raise StateError("a capture was asked for while the graphs are suspended", hint="call resume() first")
             wanted = [d for d in descriptors if d.mode is not GraphMode.NONE]
@@ -129,12 +134,16 @@ class GraphManager:
         model: MemoryModel | None = None,
     ) -> CaptureReport:
         self._home.enter()
-        self.follow_addresses()
+        self._follower.follow_all()
         self._follower.without_graphs = False
         self.generation += 1  # captures overwrite what replays left in the pool
-        missing = [d for d in descriptors if d not in self._programs]  # asked after `follow_addresses`, which may free some
-        with self._order.step():
-            report = self._captures.capture(missing, order=order, on_failure=on_failure, model=model)
+        missing = [d for d in descriptors if d not in self._programs]  # asked after `follow_all`, which may free some
+        outer, self.is_running = self.is_running, True  # a lazy capture is part of a step
+        try:
+            with self._order.step():
+                report = self._captures.capture(missing, order=order, on_failure=on_failure, model=model)
+        finally:
+            self.is_running = outer
         return replace(report, memory=self.memory())
 
     # --- run ---
@@ -147,16 +156,24 @@ class GraphManager:
         self._home.check()
         dispatch = step if isinstance(step, Dispatch) else Dispatch(step)
         with self._lock, self._order.step():
-            if self._guard is None:
-                return self._run(dispatch)
-            if self._guard.suspect or self._guard.addresses.before_replay:
-                self._follower.follow(self._guard.sweep(everything=True))
-            outputs = self._run(dispatch)
-            moved = self._guard.sweep()
-            if not moved:
-                return outputs
-            self._follower.follow(moved, after=dispatch.descriptor)
-            return self._run(dispatch)  # the outputs of stale addresses are dropped
+            self.refuse_nested()
+            self.is_running = True
+            try:
+                return self._run_guarded(dispatch)
+            finally:
+                self.is_running = False
+
+    def _run_guarded(self, dispatch: Dispatch) -> Outputs:
+        if self._guard is None:
+            return self._run(dispatch)
+        if self._guard.suspect or self._guard.addresses.before_replay:
+            self._follower.follow(self._guard.sweep(everything=True))
+        outputs = self._run(dispatch)
+        moved = self._guard.sweep()
+        if not moved:
+            return outputs
+        self._follower.follow(moved, after=dispatch.descriptor)
+        return self._run(dispatch)  # the outputs of stale addresses are dropped
 
     def _run(self, dispatch: Dispatch) -> Outputs:
         descriptor = dispatch.descriptor
@@ -183,6 +200,14 @@ class GraphManager:
         """Enter it around a step's writes into the buffers, its `run` and the reading of its outputs when steps may come from several
         streams or devices: the writes then wait for the step before. `run` enters it too. The caller holds a lock of its own around it."""
         return self._order.step()
+
+    def refuse_nested(self) -> None:
+        """Raise `StateError` inside of a step or a capture of this manager; the caller holds the lock, or is the only one."""
+        if self.is_running:
+            raise StateError(
+                "graphs were used, changed or freed by a break inside of their own step",
+                hint="do it behind the step; a wrapped module may be called by its own break, and runs without graphs there",
+            )
 
     def count_step(self, dispatch: Dispatch) -> None:
         """Count a step under `step.<mode>.<reason>`; for callers that run a step without the manager."""
@@ -233,6 +258,7 @@ class GraphManager:
         """Look at everything that graphs read, now, and follow the address policy; "recapture" captures all graphs again before it returns.
         Values written in place are fine."""
         with self._lock:
+            self.refuse_nested()
             held = self.captured
             if self.follow_addresses() and not self.without_graphs:
                 self._capture(held, model=self.memory_model)
@@ -247,11 +273,13 @@ class GraphManager:
     def follow_addresses(self) -> bool:
         """Like `weights_changed`, but "recapture" leaves each graph to its next step. True when something had moved."""
         with self._lock:
+            self.refuse_nested()
             return self._follower.follow_all()
 
     def poison(self, generator: torch.Generator | None = None) -> None:
         """Fill all static buffers and all memory of the pool with what must not matter. For tests: call it before writing inputs."""
         with self._lock:
+            self.refuse_nested()
             self.generation += 1
             for buffer in self._buffers():
                 buffer.poison(generator)
@@ -265,6 +293,7 @@ class GraphManager:
     def suspend(self) -> None:
         """Free all graphs and their memory; static buffers, the plan and the list of what was captured stay. Twice is once."""
         with self._lock:
+            self.refuse_nested()
             self._wanted.put_away(self.captured)
             self._free()
             self.backend.give_back()
@@ -278,6 +307,7 @@ class GraphManager:
     def recapture(self) -> CaptureReport:
         """Free the graphs, make the plan read what lies there now, and capture the same list again."""
         with self._lock:
+            self.refuse_nested()
             self._follower.refuse_layouts()
             self._follower.forget()
             self.suspend()
@@ -286,6 +316,7 @@ class GraphManager:
     def release(self) -> None:
         """Free all graphs and the pool, and forget what was captured; the manager can capture again afterwards."""
         with self._lock:
+            self.refuse_nested()
             self._free()
             self._follower.forget()
             self._wanted.forget()

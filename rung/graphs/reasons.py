@@ -28,6 +28,7 @@ class Reason(StrEnum):
     CAPTURE_PENDING = "capture_pending"
     SUSPENDED = "suspended"
     ADDRESS_CHANGED = "address_changed"
+    NESTED = "nested"
 
     @property
     def sentence(self) -> str:
@@ -60,6 +61,7 @@ _SENTENCES: dict[Reason, str] = {
     Reason.CAPTURE_PENDING: "the graph for this size is captured once it was asked for often enough",
     Reason.SUSPENDED: "the graphs were suspended and not resumed",
     Reason.ADDRESS_CHANGED: 'a tensor that the graphs read was replaced, and on_address_change is "none"',
+    Reason.NESTED: "a break called the module that it is part of, whose buffers were in use",
 }
 
 _ADVICE: dict[Reason, str] = {
@@ -83,4 +85,5 @@ _ADVICE: dict[Reason, str] = {
     Reason.SUSPENDED: "call resume()",
     Reason.NOT_CAPTURED: 'capture such batches too: graphs="full_and_piecewise"',
     Reason.ADDRESS_CHANGED: 'update weights in place (copy_), capture again, or set on_address_change="recapture"',
+    Reason.NESTED: "nothing; wrap a copy of the module for the inner call if that should have graphs",
 }

@@ -39,7 +39,8 @@ class WrappedGraphs:
 
     Inputs are copied into static buffers. Outputs are cloned by default, or borrowed until the next call. Sizes are exact unless the
     dimension is named in `pad`: then the plan must prove that its rows are independent, and the first padded call is compared with the
-    exact one under two paddings. One lock serialises calls; they may come from any thread, on any stream. `last` is the latest decision."""
+    exact one under two paddings. One lock serialises calls; they may come from any thread, on any stream. `last` is the latest decision.
+    A break that calls the module again finds buffers and pool in use: the inner call runs without graphs."""
 
     def __init__(
         self,
@@ -123,6 +124,8 @@ class WrappedGraphs:
         """Capture `sizes` now: numbers, or the size of each dimension by name. `inputs` are valid examples; they are repeated as needed.
         Raises `LadderError` or `ConfigError` for a size that no call can have."""
         with self._lock:
+            if self._manager is not None:
+                self._manager.refuse_nested()
             self._padding.refuse_unproved()
             wanted = sizes_to_capture(sizes, self.dims, self.compiled.plan.bounds)
             manager = self._manager_for({name: max(size[name] for size in wanted) for name in self.dims}, inputs)
@@ -146,9 +149,9 @@ class WrappedGraphs:
     def suspend(self) -> None:
         """Free graphs and their memory; calls run without graphs until `resume`, which captures the same ones again."""
         with self._lock:
-            self._suspended = True
             if self._manager is not None:
                 self._manager.suspend()
+            self._suspended = True
 
     def resume(self) -> None:
         with self._lock:
@@ -177,6 +180,8 @@ class WrappedGraphs:
 
     def _dispatch(self, sizes: Mapping[str, int]) -> Dispatch:
         shape = self.grid.shape(sizes)
+        if self._manager is not None and self._manager.is_running:
+            return Dispatch(exact(shape), Reason.NESTED)
         if self._manager is not None and self._manager.without_graphs:
             return Dispatch(exact(shape), Reason.ADDRESS_CHANGED)
         dispatch = self.grid.dispatch(shape)
@@ -221,9 +226,9 @@ class WrappedGraphs:
     def _manager_for(self, sizes: Mapping[str, int], inputs: Sequence[Any]) -> GraphManager:
         """The manager, with buffers for at least `sizes`. A larger size than ever before starts anew: addresses must not change."""
         if self._manager is None or any(size > self._capacity[name] for name, size in sizes.items()):
-            self.release()
             with kept_state(self.compiled):
                 refuse_written_inputs(self.compiled, inputs)
+            self.release()  # behind that run, whose breaks may have called the module
             tops = {axis.name: axis.ladder.top if axis.padded and axis.ladder else 0 for axis in self.grid.axes}
             for name, size in sizes.items():
                 self._capacity[name] = max(size, self._capacity[name], tops[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from types import UnionType
 from typing import Literal, get_args
@@ -52,6 +53,7 @@ class RunnerConfig:
     batch_invariant: bool = False  # the same bits for a request alone and in any batch; slower (docs/passes.md)
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.graphs not in get_args(Mode):
             raise ConfigError(f"graphs must be one of {', '.join(get_args(Mode))}; got {self.graphs!r}", hint="use 'none' if unsure")
         if self.kv_cache_dtype not in get_args(KVCacheDtype):
@@ -77,8 +79,6 @@ class RunnerConfig:
                 raise ConfigError(
                     "lazy_capture and capture_after exclude each other", hint="capture_after=1 captures behind the first step"
                 )
-        _is_a("capture_seconds", self.capture_seconds, int | float, "a number")
-        _is_a("freeze_heap", self.freeze_heap, bool, "True or False")
         if not self.capture_seconds >= 0:
             raise ConfigError(f"capture_seconds must not be negative, got {self.capture_seconds}", hint="0 captures only when asked to")
         check_sizes("capture_sizes", self.capture_sizes)
@@ -90,7 +90,7 @@ class RunnerConfig:
             raise ConfigError(
                 f"memory_fraction must be in (0, 1], got {self.memory_fraction}", hint="0.9 leaves a tenth of the memory free"
             )
-        if self.max_waste is not None and self.max_waste < 1:
+        if self.max_waste is not None and not self.max_waste >= 1:
             raise ConfigError(f"max_waste must be at least 1, got {self.max_waste}", hint="2.0 pads a step to at most twice its tokens")
         if self.batch_invariant and self.eager:
             raise ConfigError(
@@ -102,6 +102,22 @@ class RunnerConfig:
                 hint="a decode step needs one token for each request: raise max_num_tokens",
             )
 
+    def _check_types(self) -> None:
+        for name in ("prefix_cache", "lazy_capture", "nvtx", "eager", "freeze_heap", "batch_invariant"):
+            self._is_a(name, bool, "True or False")
+        self._is_a("decode_in_graph", bool | None, "True, False or None")
+        self._is_a("step_trace", str | Path | None, "the path of a file, or None")
+        self._is_a("attention_backend", str, "the name of a backend")
+        self._is_a("decode_query_lens", tuple | list, "a tuple of lengths")
+        for name in ("memory_fraction", "capture_seconds"):
+            self._is_a(name, Real, "a number", but=bool)
+        self._is_a("max_waste", Real | None, "a number, or None", but=bool)
+
+    def _is_a(self, name: str, kind: type | UnionType, words: str, *, but: type | tuple[()] = ()) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, kind) or isinstance(value, but):
+            raise ConfigError(f"{name} must be {words}, got {value!r}", hint=f"leave {name} at its default")
+
     @property
     def max_blocks_per_request(self) -> int:
         return -(-self.max_model_len // self.block_size)
@@ -109,11 +125,6 @@ class RunnerConfig:
     @property
     def prefill_chunk(self) -> int:
         return min(self.long_prefill_chunk or self.max_num_tokens, self.max_num_tokens)
-
-
-def _is_a(name: str, value: object, kind: type | UnionType, words: str) -> None:
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name} must be {words}, got {value!r}", hint=f"leave {name} at its default")
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -90,8 +90,9 @@ class Engine:
     ) -> Iterator[tuple[int, Update]]:
         """Run all prompts together; yields (index of the prompt, update) as tokens come. Raises `RequestError` here and now, before
         anything is scheduled. Closing the iterator cancels what is unfinished."""
-        if isinstance(prompts, str):
-            raise RequestError("the prompts are one text", hint="give a list of prompts")
+        if isinstance(prompts, str) or not isinstance(prompts, Collection):
+            given = "one text" if isinstance(prompts, str) else f"a {type(prompts).__name__}"
+            raise RequestError(f"the prompts are {given}", hint="give a list of prompts")
         ids = self._add([(None, prompt, one) for prompt, one in zip(prompts, _spread(params, len(prompts)), strict=True)])
         updates = self._stream({request_id: index for index, request_id in enumerate(ids)})
         next(updates)  # a generator that was never started would not cancel its requests when it is dropped
@@ -130,13 +131,16 @@ class Engine:
         requests: dict[str, Request] = {}
         for given, prompt, params in wanted:
             request_id = self._free_id(requests) if given is None else given
+            if not isinstance(request_id, str) or not request_id:
+                raise RequestError(f"a request id must be a text that is not empty, got {request_id!r}", hint="leave it out to get one")
             if request_id in requests or request_id in self._outputs:
                 raise RequestError(f"request id {request_id!r} is in use", hint="give every unfinished request its own id")
             requests[request_id] = self._admission.admit(request_id, prompt, params)
-        for request_id, request in requests.items():
-            self.scheduler.add(request)
-            detokenizer = self._tokenizer.detokenizer() if self._tokenizer else None
-            self._outputs[request_id] = OpenRequest(request, detokenizer)
+        # All of them before the first is scheduled: a tokenizer may raise.
+        opened = [OpenRequest(request, self._tokenizer.detokenizer() if self._tokenizer else None) for request in requests.values()]
+        for one in opened:
+            self.scheduler.add(one.request)
+            self._outputs[one.request.request_id] = one
         return list(requests)
 
     def _free_id(self, requests: Collection[str]) -> str:
@@ -159,7 +163,8 @@ class Engine:
             if tokens.done() and (failure := tokens.exception()) is not None:
                 raise failure
         except StepFailedError as error:
-            raise self._fail(self.scheduler.fail(newest=True), error.__cause__ or error) from None
+            failed_requests = self.scheduler.fail(newest=True) if plan.num_scheduled_tokens else ()  # without tokens it is no step
+            raise self._fail(failed_requests, error.__cause__ or error) from None
         self._in_flight.append(tokens)
         if failed is not None:
             raise failed

@@ -23,8 +23,10 @@ def apply_plan(plan: StepPlan, slots: RequestSlots, sampler: Sampler, tables: Se
         slot = slots.remove(request_id)
         for table in tables:
             table.release(slot)
+    for new in plan.new_requests:  # before anything that could fail: whoever came in a plan that failed can leave
+        slots.add(new.request_id, new.token_ids, new.prompt_len, new.num_computed_tokens)
     for new in plan.new_requests:
-        slot = slots.add(new.request_id, new.token_ids, new.prompt_len, new.num_computed_tokens)
+        slot = slots.slot_of[new.request_id]
         sampler.add(slot, new.sampling, new.stop_token_ids, prompt_len=new.prompt_len, num_tokens=len(new.token_ids))
         for table, blocks in zip(tables, new.block_ids, strict=True):
             table.write(slot, blocks, replace=True)

@@ -65,6 +65,7 @@ class PlanChecker:
 
     def _check_new(self, request: NewRequest, leaving: frozenset[str]) -> None:
         name, length = request.request_id, len(request.token_ids)
+        _require(isinstance(name, str), f"new request {name!r}: its id is no text")
         _require(name not in self._slots.slot_of or name in leaving, f"new request {name!r} has a slot already")
         _require(1 <= request.prompt_len <= length, f"new request {name!r} has {length} tokens and prompt_len {request.prompt_len}")
         limit = self._config.max_model_len

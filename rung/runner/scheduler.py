@@ -121,7 +121,8 @@ class Scheduler:
         return updates
 
     def fail(self, *, newest: bool) -> list[Request]:
-        """The newest or the oldest step in flight failed: end its requests and return them. What they have computed is lost."""
+        """The newest or the oldest step in flight failed: end its requests and return them. What they have computed is lost. A plan without
+        tokens is no step."""
         step = self._in_flight.pop() if newest else self._in_flight.popleft()
         failed = [request for request in step.requests if not request.is_finished]
         for request in failed:

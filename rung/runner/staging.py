@@ -23,7 +23,8 @@ class StagedWrites:
     """Collects writes to the rows of `target` (contiguous, 2-D) and applies them as one scatter, whose kernel reads the pinned
     host memory they are packed in; where the platform does not allow that, one copy goes before it.
 
-    A later write to the same element wins. `apply` clears what was staged; without staged writes it does nothing."""
+    A later write to the same element wins. `apply` clears what was staged, also when it fails: no later step pays for a write that
+    cannot be made. Without staged writes it does nothing."""
 
     def __init__(self, target: torch.Tensor, transfer: HostToDevice, ops: StepOps) -> None:
         assert target.is_contiguous()
@@ -49,8 +50,9 @@ class StagedWrites:
         """Enqueue all staged writes."""
         if not self._starts:
             return
-        index, contents = self._pack()
+        staged = self._starts, self._lengths, self._values
         self._starts, self._lengths, self._values = [], [], []
+        index, contents = self._pack(*staged)
         if not index.size:
             return
         # One buffer, so that index and contents travel together; the index comes first to keep both aligned.
@@ -59,10 +61,12 @@ class StagedWrites:
         with self._transfer.readable(packed) as parts:
             self._ops.scatter(self.target, parts[:split].view(torch.int64), parts[split:].view(self.target.dtype))
 
-    def _pack(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.generic]]:
+    def _pack(
+        self, first: Sequence[int], counts: Sequence[int], values: Sequence[float]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.generic]]:
         """Flat positions in `target`, each at most once, and their values."""
-        starts, lengths = np.array(self._starts, np.int64), np.array(self._lengths, np.int64)
-        contents = np.array(self._values, self._dtype)
+        starts, lengths = np.array(first, np.int64), np.array(counts, np.int64)
+        contents = np.array(values, self._dtype)
         ends = np.cumsum(lengths)
         index = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
         order = np.argsort(starts, kind="stable")

@@ -12,7 +12,7 @@ from rung.errors import PromptTooLongError, RequestError, StateError
 from rung.runner import Completion, FinishReason, SamplingParams, Update
 from rung.runner.grammar import Grammar, GrammarMatcher
 from rung.runner.text import StopText
-from tests.runner.tiny import VOCAB, LetterTokenizer, TinyModel, make_engine
+from tests.runner.tiny import VOCAB, LetterDetokenizer, LetterTokenizer, TinyModel, make_engine
 
 
 def test_random_arrivals_with_chunked_prompts_equal_the_model_without_cache() -> None:
@@ -256,6 +256,14 @@ def test_tokens_that_cannot_be_read_end_their_requests() -> None:
     assert_nothing_left(engine, runner)
 
 
+@pytest.mark.parametrize("request_id", [3, ("a",), "", ["a"], b"a"], ids=str)
+def test_an_id_is_a_text(request_id: Any) -> None:
+    engine, _ = make_engine(TinyModel())
+    with pytest.raises(RequestError, match="a request id must be a text that is not empty, got "):
+        engine.add_request([1], request_id=request_id)
+    assert not engine.has_work
+
+
 def test_own_ids_pass_over_those_in_use() -> None:
     engine, _ = make_engine(TinyModel())
     engine.add_request([1], request_id="request-0")
@@ -362,6 +370,30 @@ def test_an_id_used_again_has_its_own_prompt_log_probabilities() -> None:
     assert found is not None
     assert [None if one is None else one.token_id for one in found] == [None, 7, 6, 5]
     assert_nothing_left(engine, runner)
+
+
+@pytest.mark.parametrize("prompts", [None, 3, iter([[1]])], ids=["none", "number", "iterator"])
+def test_prompts_are_a_list(prompts: Any) -> None:
+    engine, _ = make_engine(TinyModel())
+    with pytest.raises(RequestError, match=r"the prompts are a .*\nhint: give a list"):
+        engine.generate(prompts)
+
+
+def test_a_tokenizer_that_raises_schedules_nothing() -> None:
+    class Broken(LetterTokenizer):
+        calls = 0
+
+        def detokenizer(self) -> LetterDetokenizer:
+            self.calls += 1
+            if self.calls == 2:
+                raise ValueError("out of letters")
+            return super().detokenizer()
+
+    engine, runner = make_engine(TinyModel(), tokenizer=Broken())
+    with pytest.raises(ValueError, match="out of letters"):
+        engine.generate([[1, 2], [3]], SamplingParams(max_tokens=3))
+    assert_nothing_left(engine, runner)
+    assert list(engine.generate([[1, 2]], SamplingParams(max_tokens=3))[0].token_ids) == runner.module.greedy([1, 2], 3)
 
 
 def test_one_text_is_no_list_of_prompts() -> None:

@@ -74,6 +74,33 @@ def test_what_a_hook_raises_fails_the_step_and_no_other() -> None:
     assert list(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3))[0].token_ids) == runner.module.greedy([1, 2, 3], 3)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 4])
+def test_a_hook_that_raises_without_work_ends_nobody(steps_in_flight: int) -> None:
+    class Broken(StepHooks):
+        def no_work(self, plan: StepPlan) -> None:
+            runner.hooks = StepHooks()
+            raise RuntimeError("no connection")
+
+    model = TinyModel()
+    engine, runner = make_engine(model, steps_in_flight=steps_in_flight)
+    engine.add_request([1, 2], SamplingParams(max_tokens=2), request_id="short")
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=50), request_id="cancelled")
+    updates = [*engine.step(), *engine.step()]
+    engine.abort("cancelled")
+    runner.hooks = Broken()
+    errors = []
+    while engine.has_work:
+        try:
+            updates += engine.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+    done = {update.request_id: update.completion for update in updates if update.completion}
+    assert errors == ["no connection"]
+    assert list(done["short"].token_ids) == model.greedy([1, 2], 2)
+    assert [done[name].finish_reason for name in ("short", "cancelled")] == [FinishReason.LENGTH, FinishReason.ABORT]
+    assert list(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3))[0].token_ids) == model.greedy([1, 2, 3], 3)
+
+
 def test_a_hook_can_fill_the_cache_of_a_request() -> None:
     """A connector in small: another runner computes the beginning of a prompt, the hook copies its blocks, the request starts there."""
     model = TinyModel()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rung.errors import BlockTableError, PromptTooLongError, RequestError, RungError, SamplingParamsError, StateError
+from rung.errors import BlockTableError, PromptTooLongError, RequestError, RungError, SamplingParamsError, StateError, StepFailedError
 from rung.graphs import ConfiguredMode
 from rung.runner import CachedRequest, ModelRunner, NewRequest, SamplingParams, StepPlan
 from tests.runner.test_engine import assert_nothing_left, drain
@@ -91,6 +91,7 @@ BAD_PLANS |= {
         num_scheduled_tokens={"c": 1, "d": 1},
         finished_request_ids=frozenset("ab"),
     ),
+    "new request 3: its id is no text": comes(request_id=3),
     "resumed request 'a' has 4 tokens, of which 4": StepPlan(
         cached_requests=(CachedRequest(request_id="a", num_computed_tokens=4, new_block_ids=((1,),), resumed=True),),
         num_scheduled_tokens={"b": 1},
@@ -199,11 +200,60 @@ def test_computed_blocks_may_be_shared_and_the_next_one_may_not() -> None:
     assert sampled["b"] == tuple(TinyModel().greedy(list(prompt), 1))
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"max_tokens": -1}, {"temperature": float("inf")}, {"stop": [""]}, {"top_k": 1.5}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"temperature": float("inf")},
+        {"stop": [""]},
+        {"top_k": 1.5},
+        {"top_k": 2**31},
+        {"top_k": 2**63},
+        {"min_tokens": 2**63},
+        {"min_tokens": 2**63, "max_tokens": 2**64},
+        {"logprobs": 2**63},
+        {"prompt_logprobs": 2**63},
+        {"seed": 2**63},
+        {"stop_token_ids": [2**63]},
+        {"stop_token_ids": [[1]]},
+        {"stop_token_ids": {1: 2}},
+        {"allowed_token_ids": [[1]]},
+        {"allowed_token_ids": b"ab"},
+        {"bad_words": [[[1]]]},
+        {"bad_words": [[2**63]]},
+        {"logit_bias": {2**63: 1.0}},
+        {"ignore_eos": "no"},
+        {"ignore_eos": None},
+    ],
+    ids=str,
+)
 def test_bad_parameters_cannot_be_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(SamplingParamsError, match=next(iter(wrong))) as caught:
         SamplingParams(**wrong)
     assert caught.value.hint
+
+
+def test_the_largest_counts_are_served() -> None:
+    engine, runner = make_engine()
+    most = 2**31 - 1
+    engine.add_request([1, 2], SamplingParams(top_k=most, min_tokens=most, temperature=1.0, seed=2**63 - 1), request_id="a")
+    engine.add_request([1, 2], SamplingParams(max_tokens=2**70, seed=-(2**63)), request_id="b")
+    assert {name: len(one.token_ids) for name, one in drain(engine).items()} == {"a": 126, "b": 126}
+    assert_nothing_left(engine, runner)
+
+
+@pytest.mark.parametrize("stops", [(2**63,), (1, "a")], ids=["written", "stored"])
+def test_what_fails_while_a_plan_is_applied_does_not_fail_again(stops: Any) -> None:
+    """Neither do its requests stay: all of them have a slot to leave, those behind the one that failed too."""
+    runner = make_runner(max_num_requests=2)
+    bad = replace(START, new_requests=(replace(START.new_requests[0], stop_token_ids=stops), START.new_requests[1]))
+    with pytest.raises(StepFailedError):
+        runner.execute_model(bad)
+    runner.execute_model(StepPlan(finished_request_ids=frozenset("ab")))
+    tokens = [run(runner, START), run(runner, StepPlan(num_scheduled_tokens=BOTH))]
+    assert [step["a"][0] for step in tokens] == TinyModel().greedy([1, 2, 3], 2)
+    assert [step["b"][0] for step in tokens] == TinyModel().greedy([4, 5], 2)
 
 
 def test_state_tells_a_change() -> None:

@@ -164,6 +164,21 @@ BAD: list[dict[str, Any]] = [
     {"capture_sizes": "8"},
     {"capture_sizes": ("8",)},
     {"capture_sizes": ()},
+    {"max_waste": "a"},
+    {"max_waste": float("nan")},
+    {"max_waste": True},
+    {"memory_fraction": "a"},
+    {"memory_fraction": float("nan")},
+    {"decode_query_lens": 1},
+    {"decode_query_lens": (1.5,)},
+    {"decode_in_graph": "no"},
+    {"prefix_cache": "no"},
+    {"lazy_capture": 1},
+    {"nvtx": "no"},
+    {"eager": "no"},
+    {"batch_invariant": None},
+    {"step_trace": 3},
+    {"attention_backend": 3},
 ]
 
 

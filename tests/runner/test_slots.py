@@ -6,6 +6,7 @@ import torch
 from rung.counters import Count, Counters
 from rung.errors import InternalError
 from rung.runner.ops import TorchStepOps
+from rung.runner.sampler.slot_lists import SlotLists
 from rung.runner.slots import RequestSlots
 from rung.runner.staging import StagedWrites
 from rung.runner.transfer import HostToDevice
@@ -47,6 +48,27 @@ def test_more_requests_than_slots_is_an_error() -> None:
     slots.add("a", [1], 1)
     with pytest.raises(InternalError, match="no free slots"):
         slots.add("b", [1], 1)
+
+
+def test_a_write_that_cannot_be_made_is_gone() -> None:
+    target = torch.zeros(2, 2, dtype=torch.int64)
+    staged = StagedWrites(target, HostToDevice(CPU, Counters()), TorchStepOps())
+    staged.stage(0, 0, [2**63])
+    with pytest.raises(OverflowError):
+        staged.apply()
+    staged.stage(1, 0, [3])
+    staged.apply()
+    assert target.tolist() == [[0, 0], [3, 0]]
+
+
+def test_a_list_that_cannot_be_written_is_gone() -> None:
+    lists = SlotLists(2, torch.int64, -1, HostToDevice(CPU, Counters()), TorchStepOps())
+    lists.set(0, [2**63])
+    with pytest.raises(OverflowError):
+        lists.apply_staged_writes()
+    lists.set(1, [3])
+    lists.apply_staged_writes()
+    assert lists.table[:, 0].tolist() == [-1, 3]
 
 
 def test_staged_writes_travel_as_one_copy_and_later_ones_win() -> None:

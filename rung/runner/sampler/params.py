@@ -10,6 +10,7 @@ from typing import Any
 from rung.errors import SamplingParamsError
 from rung.runner.grammar.base import Grammar
 
+_LARGEST = 2**31 - 1  # of token ids and counts, as of positions; no vocabulary or context is larger
 _LEAST = 1e-5  # divisors below it, or above its inverse, leave nothing of a logit in float32
 
 
@@ -44,7 +45,7 @@ class SamplingParams:
         self._normalise()
         in_range = _is_number(self.temperature) and (self.temperature == 0 or _LEAST <= self.temperature <= 1 / _LEAST)
         _require(in_range, "temperature", self.temperature, f"0 (greedy), or a number from {_LEAST} to {1 / _LEAST:g}")
-        _require(_is_count(self.top_k), "top_k", self.top_k, "an integer of at least 0 (0: all tokens)")
+        _require(_is_count(self.top_k), "top_k", self.top_k, f"an integer from 0 (all tokens) to {_LARGEST}")
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -59,12 +60,14 @@ class SamplingParams:
         _require(self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63), "seed", self.seed, "an integer of 64 bits")
         count = self.max_tokens
         _require(count is None or (_is_int(count) and count >= 1), "max_tokens", count, "an integer of at least 1")
-        limit = "an integer of at least 0" if count is None else f"an integer in [0, max_tokens={count}]"
-        _require(_is_count(self.min_tokens) and (count is None or self.min_tokens <= count), "min_tokens", self.min_tokens, limit)
+        limit = f"max_tokens={count}" if count is not None and count <= _LARGEST else str(_LARGEST)
+        in_range = _is_count(self.min_tokens) and (count is None or self.min_tokens <= count)
+        _require(in_range, "min_tokens", self.min_tokens, f"an integer in [0, {limit}]")
         _require(all(isinstance(text, str) and text for text in self.stop), "stop", self.stop, "texts that are not empty")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _require(value is None or _is_count(value), name, value, "an integer of at least 0 (0: the token's own)")
+            _require(value is None or _is_count(value), name, value, f"an integer from 0 (the token's own alone) to {_LARGEST}")
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         _require(self.grammar is None or isinstance(self.grammar, Grammar), "grammar", self.grammar, "a rung.runner.Grammar")
 
     @property
@@ -103,13 +106,13 @@ class SamplingParams:
     def _normalise(self) -> None:
         """Collections of our own, so that nobody changes them later."""
         _require(isinstance(self.stop, Sequence), "stop", self.stop, "a text or a list of texts")
-        _require(_is_collection(self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "a collection of integers")
-        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping from token ids to numbers")
-        words = self.bad_words
-        nested = _is_collection(words) and all(_is_collection(word) for word in words)
+        ids, stops, words, allowed = "a collection of token ids", self.stop_token_ids, self.bad_words, self.allowed_token_ids
+        _require(_are_ids(stops), "stop_token_ids", stops, ids)
+        biased = isinstance(self.logit_bias, Mapping) and all(map(_is_id, self.logit_bias))
+        _require(biased, "logit_bias", self.logit_bias, "a mapping from token ids to numbers")
+        nested = _is_collection(words) and all(map(_are_ids, words))
         _require(nested, "bad_words", words, "a list of token sequences, such as [[5], [7, 8]]")
-        allowed = self.allowed_token_ids
-        _require(allowed is None or _is_collection(allowed), "allowed_token_ids", allowed, "a collection of integers")
+        _require(allowed is None or _are_ids(allowed), "allowed_token_ids", allowed, ids)
         values: dict[str, Any] = {
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             "bad_words": tuple(tuple(word) for word in self.bad_words),
@@ -119,8 +122,6 @@ class SamplingParams:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        for name, ids in self.token_ids().items():
-            _require(all(map(_is_int, ids)), name, ids, "integers")
 
 
 def _is_int(value: object) -> bool:
@@ -128,11 +129,19 @@ def _is_int(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return _is_int(value) and value >= 0  # type: ignore[operator]
+    return _is_int(value) and 0 <= value <= _LARGEST  # type: ignore[operator]
+
+
+def _is_id(value: object) -> bool:
+    return _is_int(value) and abs(value) <= _LARGEST  # type: ignore[arg-type]
+
+
+def _are_ids(value: object) -> bool:
+    return _is_collection(value) and all(map(_is_id, value))  # type: ignore[call-overload]
 
 
 def _is_collection(value: object) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, str)
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
 
 
 def _is_number(value: object) -> bool:

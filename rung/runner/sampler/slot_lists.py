@@ -41,12 +41,12 @@ class SlotLists:
     def apply_staged_writes(self) -> None:
         if not self._pending:
             return
-        self._widen(max(map(len, self._pending.values())))
+        pending, self._pending = self._pending, {}  # first, so that a list that cannot be written is gone when this raises
+        self._widen(max(map(len, pending.values())))
         if self._staged is not None:
-            for slot, values in self._pending.items():
+            for slot, values in pending.items():
                 self._staged.stage(slot, 0, [*values, *[self._fill] * (self.width - len(values))])
             self._staged.apply()
-        self._pending.clear()
 
     def _widen(self, needed: int) -> None:
         if needed <= self.width:

@@ -164,6 +164,7 @@ BAD: list[dict[str, Any]] = [
     {"capture_sizes": "8"},
     {"capture_sizes": ("8",)},
     {"capture_sizes": ()},
+    {"capture_sizes": (4, 200)},
 ]
 
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from rung.versions import check_versions
+
+check_versions()
+
 # Imported now, since importing the submodule later would put the module itself under this name.
-from rung.counters import counters
+from rung.counters import counters  # noqa: E402 - an old Python cannot import it
 
 __version__ = "0.1.0"
 

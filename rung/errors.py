@@ -33,6 +33,10 @@ class ConfigError(UserError, ValueError):
     """A configuration value is out of its range or contradicts another."""
 
 
+class UnsupportedVersionError(UserError, ImportError):
+    """Python or torch is older than what rung is for."""
+
+
 class ContextError(UserError, RuntimeError):
     """An operation needs a forward context and none is set."""
 

@@ -21,7 +21,7 @@ import rung
 
 ROOT = Path(__file__).parents[1]
 CHAIN = [
-    {"context", "config", "errors", "counters", "torch_compat"},
+    {"context", "config", "errors", "counters", "versions", "torch_compat"},
     {"launch", "cache"},
     {"passes", "attention"},
     {"compile"},
@@ -138,8 +138,8 @@ def test_private_torch_names_stand_in_torch_compat_alone() -> None:
     assert found == set()
 
 
-def test_the_package_itself_imports_only_counters() -> None:
-    assert {_topic(use.name) for use in _files()["rung"][1]} - {None} == {"counters"}
+def test_the_package_itself_imports_only_counters_and_versions() -> None:
+    assert {_topic(use.name) for use in _files()["rung"][1]} - {None} == {"counters", "versions"}
 
 
 def _modules_after(code: str) -> set[str]:
@@ -153,9 +153,9 @@ def _compilers(modules: set[str]) -> list[str]:
     return sorted(m for m in modules if any(m == c or m.startswith(c + ".") for c in COMPILERS))
 
 
-def test_importing_rung_loads_nothing_but_counters() -> None:
+def test_importing_rung_loads_nothing_but_counters_and_versions() -> None:
     loaded = _modules_after("import rung")
-    assert sorted(m for m in loaded if m.partition(".")[0] == "rung") == ["rung", "rung.counters"]
+    assert sorted(m for m in loaded if m.partition(".")[0] == "rung") == ["rung", "rung.counters", "rung.versions"]
     assert loaded.isdisjoint({"torch", "numpy", "triton"})
 
 

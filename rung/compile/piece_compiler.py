@@ -6,7 +6,6 @@ import contextlib
 import copy
 import hashlib
 import platform
-import re
 import time
 import uuid
 import warnings
@@ -20,6 +19,7 @@ from torch import fx
 from rung import torch_compat
 from rung.cache import Factor, Factors, Manifest, Store, key_of
 from rung.compile.artifact import Artifact, make_artifact
+from rung.compile.compile_errors import compile_error
 from rung.compile.dump import Dump
 from rung.compile.early_kernels import EarlyKernels
 from rung.compile.pieces import Piece, refuse_aliased_writes
@@ -28,7 +28,7 @@ from rung.compile.sizes import SizeRange
 from rung.compile.trace import TracedGraph
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
-from rung.errors import ArtifactError, CacheError, CacheMissError, CompileError
+from rung.errors import ArtifactError, CacheError, CacheMissError
 from rung.passes import PassManager
 from rung.passes.defaults import pass_manager
 from rung.passes.manager import Observer
@@ -205,7 +205,7 @@ class PieceCompiler:
                     self._run_passes(piece, traced, passes, sizes)
                 return torch_compat.serialize_artifact(artifact), bound
         except Exception as error:
-            raise _compile_error(index, error) from error
+            raise compile_error(index, error, traced.graph_module.graph) from error
 
     def _inductor(
         self, piece: Piece, traced: TracedGraph, passes: PassManager, sizes: SizeRange | None, *, hinted: bool, stop: bool = False
@@ -246,24 +246,6 @@ class PieceCompiler:
             return None
         self.counters.add(Count.ARTIFACT_WRITES)
         return result
-
-
-def _compile_error(index: int, error: Exception) -> CompileError:
-    language = torch_compat.missing_compiler(error)
-    if language:
-        variable = {"C++": "CXX", "C": "CC"}[language]
-        return CompileError(
-            f"Inductor found no {language} compiler to build piece {index} with",
-            hint=f"install one (the package g++ or gcc-c++ of the system) or name it in {variable}; a store that was filled elsewhere "
-            "needs none (`rung cache import`, RUNG_CACHE_DIR), and RUNG_DISABLE=1 runs the module eagerly",
-        )
-    lines = str(error).strip().splitlines() or [""]
-    said = next((line for line in lines if re.search(r"\berror: ", line)), "")  # of a C++ compiler, far below its command line
-    reason = lines[0][:300] + (f" ({said.strip()[:300]})" if said and said != lines[0] else "")
-    return CompileError(
-        f"Inductor could not compile piece {index}: {type(error).__name__}: {reason}",
-        hint="RUNG_DUMP=<folder> writes the piece; TORCH_LOGS=+inductor tells more",
-    )
 
 
 def _observer(index: int, dump: Observer | None, early: EarlyKernels | None) -> Observer | None:

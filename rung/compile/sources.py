@@ -65,8 +65,8 @@ def _names(code: CodeType) -> set[str]:
 def type_refs(template: Mapping[str, Any]) -> tuple[SourceRef, ...]:
     """References to the classes that a return template builds."""
     refs = []
-    if template["kind"] in ("object", "mapping"):
-        module, _, qualname = template["type"].partition(":")
+    if name := template.get("type") or template.get("factory"):
+        module, _, qualname = name.partition(":")
         digest = current_digest(SourceRef(module, qualname, ""))
         refs.append(SourceRef(module, qualname, digest or ""))
     for item in template.get("items", ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class StoredPlans:
         try:
             manifest = self.store.get(KIND, key)
         except ArtifactError as error:
+            _warn(error.message)
             return Found(None, error.message)
         if manifest is None:
             values = factors.values()
@@ -52,6 +54,7 @@ class StoredPlans:
                 plan = CompilePlan.from_json(data)
             except (KeyError, TypeError, IndexError, ValueError):
                 reason = "the plan under this key is damaged"
+                _warn(reason)
                 continue
             changed = next((ref.qualname for ref in plan.sources if current_digest(ref) != ref.digest), None)
             if not _fits(plan, tensors):
@@ -76,6 +79,10 @@ class StoredPlans:
         named = tuple(dict.fromkeys(digest for data in plans for digest in data["blobs"]))
         data = {"plans": plans}
         self.store.put(Manifest(kind=KIND, key=key, title=plan.entry, factors=factors.values(), seconds=seconds, blobs=named, data=data))
+
+
+def _warn(damage: str) -> None:
+    warnings.warn(f"a stored plan could not be used and is built again: {damage}", RuntimeWarning, stacklevel=3)
 
 
 def _fits(plan: CompilePlan, tensors: Sequence[tuple[Path, torch.Tensor]]) -> bool:

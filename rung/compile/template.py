@@ -6,6 +6,7 @@ It is recorded once, by running Dynamo's own bytecode around a stand-in for the 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -43,8 +44,7 @@ class Recorder:
             items = [self.record(item, f"{where}[{i}]") for i, item in enumerate(value)]
             return {"kind": type(value).__name__, "items": items}
         if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
-            kind = {"kind": "dict"} if type(value) is dict else {"kind": "mapping", "type": _type_name(value)}
-            return {**kind, "items": self._mapping(value, where)}
+            return {**_kind_of_mapping(value, where), "items": self._mapping(value, where)}
         raise UnsupportedModuleError(
             f"the module returns a {type(value).__name__} at {where}, which cannot be rebuilt from a compiled graph",
             hint="return tensors, numbers, strings, None, or tuples, lists, dicts and dataclasses of them",
@@ -80,7 +80,38 @@ def render(template: Template, outputs: Sequence[str], inputs: Sequence[str], bi
     if kind == "object":
         return f"{bind(_load_type(template['type']))}({', '.join(f'{key}={value}' for key, value in pairs)})"
     literal = "{" + ", ".join(f"{key!r}: {value}" for key, value in pairs) + "}"
+    if kind == "defaultdict":
+        factory = template["factory"]
+        return f"{bind(defaultdict)}({None if factory is None else bind(_load_type(factory))}, {literal})"
     return literal if kind == "dict" else f"{bind(_load_type(template['type']))}({literal})"
+
+
+def _kind_of_mapping(value: Mapping[Any, Any], where: str) -> Template:
+    """A type of mapping other than dict is called with the items, a defaultdict with its factory in front. Raises
+    `UnsupportedModuleError` for one that cannot be called so."""
+    if type(value) is dict:
+        return {"kind": "dict"}
+    if type(value) is defaultdict:
+        factory = value.default_factory
+        if factory is None:
+            return {"kind": "defaultdict", "factory": None}
+        if isinstance(factory, type) and "<locals>" not in factory.__qualname__:
+            return {"kind": "defaultdict", "factory": f"{factory.__module__}:{factory.__qualname__}"}
+        raise UnsupportedModuleError(
+            f"the module returns a defaultdict at {where}, whose default {factory!r} has no name under which it can be found again",
+            hint="return dict(...) of it, or use a class as its default, such as list",
+        )
+    kind = {"kind": "mapping", "type": _type_name(value)}
+    try:
+        same = list(type(value)(dict(value))) == list(value)  # type: ignore[call-arg]
+    except Exception:
+        same = False
+    if not same:
+        raise UnsupportedModuleError(
+            f"the module returns a {type(value).__name__} at {where}, which cannot be made from a dict of its items",
+            hint="return dict(...) of it",
+        )
+    return kind
 
 
 def _type_name(value: Any) -> str:

@@ -60,8 +60,9 @@ class Ladder:
         return cls.up_to(cap if max_num_tokens is None else min(cap, max_num_tokens))
 
     @classmethod
-    def custom(cls, sizes: Iterable[int], maximum: int | None = None) -> Ladder:
-        """A user's list in any order, duplicates allowed; `maximum` (the largest size that will ever come) is appended when missing.
+    def custom(cls, sizes: Iterable[int], maximum: int | None = None, *, append: bool = True) -> Ladder:
+        """A user's list in any order, duplicates allowed; `maximum` (the largest size that will ever come) is appended when missing, unless
+        `append` is off.
 
         Raises `LadderError` naming the entry that is no positive integer or lies above `maximum`."""
         entries = list(sizes)
@@ -71,7 +72,7 @@ class Ladder:
                 raise LadderError(
                     f"entry {index} of the ladder is {entry}, above the maximum {maximum}", hint="drop the entry or raise the maximum"
                 )
-        if maximum is not None:
+        if maximum is not None and append:
             entries.append(_check_size(maximum, "maximum"))
         return cls(tuple(sorted(set(entries))))
 

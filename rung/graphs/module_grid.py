@@ -56,10 +56,14 @@ def _mode(compiled: CompiledFunction, asked: str) -> GraphMode:
 
 
 def _axis(name: str, sizes: Sequence[int] | None, padded: bool, bound: int | None) -> Axis:
-    """A padded dimension has a ladder, an exact one the sizes it was given, or any."""
-    if sizes is None and padded:
+    """A padded dimension has a ladder, which ends at its maximum unless that lies above `DEFAULT_TOP`; an exact one has the sizes it was
+    given, or any."""
+    if sizes is None and not padded:
+        return Axis(name=name)
+    if sizes is None:
         return Axis(name=name, ladder=Ladder.up_to(min(bound or DEFAULT_TOP, DEFAULT_TOP)), padded=True)
-    return Axis(name=name, ladder=None if sizes is None else Ladder.custom(sizes), padded=padded)
+    ends = padded and bound is not None and bound <= DEFAULT_TOP
+    return Axis(name=name, ladder=Ladder.custom(sizes, bound, append=ends), padded=padded)
 
 
 def _given_sizes(config: CompileConfig, dims: Sequence[str], name: str) -> Sequence[int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -50,7 +51,8 @@ class MeasuredChoices:
     def known(self, kernel: ProgramKernel) -> int | None:
         try:
             found = self.store.get(KIND, key_of(_factors(_codes(kernel), self.device_name)))
-        except ArtifactError:
+        except ArtifactError as error:
+            warnings.warn(f"a stored choice could not be used and is made again: {error.message}", RuntimeWarning, stacklevel=2)
             return None
         codes = _codes(kernel)
         return codes.index(found.data["code"]) if found is not None and found.data.get("code") in codes else None

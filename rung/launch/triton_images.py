@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -154,7 +155,7 @@ class TritonImages:
         try:
             return get()
         except ArtifactError as error:
-            self.unsaved = error.message
+            warnings.warn(f"a stored kernel could not be used and is built again: {error.message}", RuntimeWarning, stacklevel=2)
             return None
 
     def _write(self, put: Callable[[], None]) -> None:

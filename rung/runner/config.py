@@ -82,6 +82,12 @@ class RunnerConfig:
         if not self.capture_seconds >= 0:
             raise ConfigError(f"capture_seconds must not be negative, got {self.capture_seconds}", hint="0 captures only when asked to")
         check_sizes("capture_sizes", self.capture_sizes)
+        for index, size in enumerate(self.capture_sizes or ()):
+            if size > self.max_num_tokens:
+                raise ConfigError(
+                    f"capture_sizes[{index}] is {size}, above max_num_tokens ({self.max_num_tokens})",
+                    hint="drop it, no step has so many tokens; or raise max_num_tokens",
+                )
         if not self.decode_query_lens:
             raise ConfigError("decode_query_lens names no length", hint="leave it at (1,)")
         for length in self.decode_query_lens:

@@ -56,9 +56,11 @@ from rung.torch_compat.generated_code import (
 )
 from rung.torch_compat.guards import DynamoGuard, function_modes, global_hooks, hook_registrations, mode_checks
 from rung.torch_compat.inductor import (
+    NotSerialisableError,
     artifact_source,
     compile_piece,
     deserialize_artifact,
+    distrusted_call,
     loses_guards,
     needs_size_asserts,
     raw_callable,
@@ -112,6 +114,7 @@ __all__ = [
     "FreshSymbols",
     "GPUS",
     "NoTensorOpsError",
+    "NotSerialisableError",
     "OpOverload",
     "PASS_OPTION",
     "PROBES",
@@ -129,6 +132,7 @@ __all__ = [
     "compile_workers",
     "deserialize_artifact",
     "device_factors",
+    "distrusted_call",
     "end_allocation_to_pool",
     "enter_autocast",
     "evaluate_size",

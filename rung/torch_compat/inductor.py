@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from rung.torch_compat.ambient import CACHEABLE
+from rung.torch_compat import ambient
 from rung.torch_compat.compiler import compile_lock
 from rung.torch_compat.fresh_symbols import FreshSymbols
 
 # Two passes that move calls for locality and memory do not know that random numbers come in an order (pytorch/pytorch#176842 and #192635).
 # Can go when both do.
 _IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+# AOTAutograd refuses to serialise a graph with `torch.tensor(x.shape[0])`, which is a function of its arguments alone. Can go when it is on
+# its list of safe functions (torch/_functorch/_aot_autograd/autograd_cache.py, `check_node_safe`).
+_CACHEABLE = {**ambient.CACHEABLE, "torch._refs.tensor": "arguments alone"}
 _DRAWS = re.compile(r"rand|dropout|bernoulli|normal|multinomial|poisson|uniform|exponential|geometric|cauchy|rrelu")
 
 
@@ -37,7 +40,7 @@ def compile_piece(graph_module: fx.GraphModule, fresh: FreshSymbols, inputs: Seq
 
     shapes_config: Any = _config  # its `patch` is installed at run time
 
-    patches = {"unsafe_marked_cacheable_functions": CACHEABLE, **(_IN_ORDER if _draws(graph_module) else {}), **config}
+    patches = {"unsafe_marked_cacheable_functions": _CACHEABLE, **(_IN_ORDER if _draws(graph_module) else {}), **config}
     with compile_lock, torch.no_grad(), tracing(TracingContext(fresh.mode)), shapes_config.patch(backed_size_oblivious=True):
         return standalone_compile(
             graph_module, list(inputs), dynamic_shapes="from_tracing_context", options={"config_patches": patches}, aot=True
@@ -62,11 +65,41 @@ def _version() -> tuple[int, ...]:
     return tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
 
 
+class NotSerialisableError(Exception):
+    """AOTAutograd made something of a graph that cannot be serialised."""
+
+
 def serialize_artifact(artifact: Any) -> bytes:
+    """Raises `NotSerialisableError`; see `distrusted_call`."""
     import torch._functorch.config as functorch_config
 
     with compile_lock, functorch_config.patch("bundled_autograd_cache", True):
-        return bytes(artifact.serialize())
+        try:
+            return bytes(artifact.serialize())
+        except TypeError as error:  # its `serialize` is None
+            raise NotSerialisableError(str(error)) from error
+
+
+def distrusted_call(graph: fx.Graph) -> tuple[str, fx.Node] | None:
+    """The first call in a trace that AOTAutograd does not take for a function of its arguments, so that it gives nothing to serialise: what
+    it is in words, and its node. None when there is no such call."""
+    from torch._functorch._aot_autograd.autograd_cache import check_node_safe
+    from torch._inductor import config
+
+    with compile_lock, config.patch(unsafe_marked_cacheable_functions=_CACHEABLE):
+        for node in graph.nodes:
+            try:
+                check_node_safe(node)
+            except Exception:  # also what asking fails with, which counts as no to AOTAutograd
+                return _in_words(node), node
+    return None
+
+
+def _in_words(node: fx.Node) -> str:
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.target is torch.Tensor.set_:  # what Dynamo makes of it
+        return "an assignment to `.data`"
+    return f"NumPy's {name.removeprefix('wrapped_')}" if type(node.target).__name__.startswith("numpy_") else name
 
 
 def deserialize_artifact(blob: bytes) -> Any:

@@ -17,6 +17,7 @@ PROBES = (
     "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
     "torch.fx.experimental.proxy_tensor.make_fx",
     "torch._guards.tracing",
+    "torch._functorch._aot_autograd.autograd_cache.check_node_safe",
     "torch._inductor.standalone_compile",
     "torch._inductor.standalone_compile.AOTCompiledArtifact",
     "torch._inductor.output_code.CompiledFxGraph",

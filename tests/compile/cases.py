@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
@@ -223,6 +223,8 @@ class Structures(nn.Module):
             "dataclass": lambda: Output(y),
             "namedtuple": lambda: Pair(y, x * 2),
             "ordered dict": lambda: OrderedDict(b=y, a=x * 2),
+            "defaultdict": lambda: defaultdict(list, a=[y]),
+            "defaultdict without a default": lambda: defaultdict(None, a=y),
             "mapping with attributes": lambda: Like(logits=y, rest=(x * 2,)),
             "empty containers": lambda: (y, (), [], {}),
             "size": lambda: (y, x.shape[0]),
@@ -242,6 +244,8 @@ STRUCTURES = (
     "dataclass",
     "namedtuple",
     "ordered dict",
+    "defaultdict",
+    "defaultdict without a default",
     "mapping with attributes",
     "empty containers",
     "size",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,45 @@ def test_what_a_compiler_says_is_in_the_message(tmp_path: Path) -> None:
     compiler.chmod(0o755)
     with pytest.raises(CompileError, match=r"could not compile piece 0: .*fatal error: Python.h: gone"):
         compiled_with(str(compiler))
+
+
+def uses_numpy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.from_numpy(x.numpy().copy())
+
+
+class AssignsData(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.data = self.seen.data + 1
+        return x + self.seen
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        (uses_numpy, r"NumPy's copy at .*test_compile_errors.py:\d+ \(return x \+ torch.from_numpy.*hint: use torch's operations"),
+        (AssignsData(), r"an assignment to `.data` at .*test_compile_errors.py:\d+ \(self.seen.data = .*hint: .*copy_"),
+    ],
+    ids=["numpy", "data"],
+)
+def test_what_nothing_can_be_stored_of_is_named_with_its_line(target: Any, text: str) -> None:
+    with pytest.raises(CompileError, match=f"(?s)forward has {text}"):
+        rung.wrap(target, dynamic={"x": {0: "rows"}})(torch.ones(3, 4))
+
+
+def rows_as_a_tensor(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(0) / torch.tensor(x.shape[0], dtype=x.dtype) + torch.tensor([x.shape[0], x.shape[1]]).sum()
+
+
+def test_a_size_may_become_a_tensor() -> None:
+    function = rung.wrap(rows_as_a_tensor, dynamic={"x": {0: "rows"}})
+    for rows in (3, 1, 7):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(function(x), rows_as_a_tensor(x))
+    assert function.rung.counters["dynamo_traces"] == 1
 
 
 @pytest.mark.parametrize(

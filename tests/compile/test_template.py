@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
 from torch import nn
 
+from rung.compile.sources import type_refs
+from rung.compile.template import Recorder, render
 from rung.errors import UnsupportedModuleError
-from tests.compile.cases import STRUCTURES, Structures, assert_same, uncompiled
+from tests.compile.cases import STRUCTURES, Like, Structures, assert_same, uncompiled
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
@@ -65,6 +68,42 @@ class ReturnsLocalClass(nn.Module):
 
     def forward(self, x: torch.Tensor) -> object:
         return self.make(x + 1)
+
+
+def test_the_default_of_a_defaultdict_is_found_by_its_name() -> None:
+    template = Recorder(outputs={}, integers={}, inputs={}).record(defaultdict(Like, a=1))
+    assert [ref.qualname for ref in type_refs(template)] == ["Like"]
+    bound: list[object] = []
+    source = render(template, [], [], lambda value: (bound.append(value), f"bound[{len(bound) - 1}]")[1])
+    assert eval(source, {"bound": bound}) == {"a": 1}
+    assert eval(source, {"bound": bound})["b"] == Like()
+
+
+class Named(OrderedDict[str, torch.Tensor]):
+    def __init__(self, name: str, **items: torch.Tensor) -> None:
+        super().__init__(**items)
+        self.name = name
+
+
+class ReturnsMapping(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> object:
+        return defaultdict(lambda: 0, a=x + 1) if self.kind == "defaultdict" else Named("scores", a=x + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("defaultdict", r"a defaultdict at output, whose default <function .* has no name under which it can be found again\nhint: "),
+        ("Named", r"a Named at output, which cannot be made from a dict of its items\nhint: return dict\(\.\.\.\) of it"),
+    ],
+)
+def test_a_mapping_that_cannot_be_rebuilt_is_refused_by_name(kind: str, text: str) -> None:
+    with pytest.raises(UnsupportedModuleError, match=text):
+        uncompiled(ReturnsMapping(kind).forward, torch.zeros(3, 4))
 
 
 @pytest.mark.parametrize("module", [ReturnsSet(), ReturnsLocalClass()], ids=["set", "local class"])

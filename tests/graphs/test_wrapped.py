@@ -20,15 +20,16 @@ from tests.compile.cases import HOST_FACTOR, double, uncompiled
 ROWS = {0: "rows"}
 
 
-def graphed(function: Callable[..., Any], *example: torch.Tensor, dims: Any = None, **options: Any) -> WrappedGraphs:
-    """`function` behind graphs, its pieces uncompiled; every argument has dynamic rows unless `dims` says otherwise."""
+def graphed(function: Callable[..., Any], *example: torch.Tensor, dims: Any = None, bounds: Any = None, **options: Any) -> WrappedGraphs:
+    """`function` behind graphs, its pieces uncompiled; every argument has dynamic rows unless `dims` says otherwise. `bounds` are the
+    largest sizes of dimensions."""
     dynamic = dims or {"x": ROWS}
     compiled, _ = uncompiled(function, *example, dynamic=dynamic, pad=options.get("pad", ()))
     tensors = tuple(
         (path, dataclasses.replace(spec, shape=tuple(dynamic.get(path.dotted(), {}).get(dim, size) for dim, size in enumerate(spec.shape))))
         for path, spec in compiled.plan.tensors
     )
-    compiled.plan = dataclasses.replace(compiled.plan, tensors=tensors)
+    compiled.plan = dataclasses.replace(compiled.plan, tensors=tensors, bounds=compiled.plan.bounds if bounds is None else bounds)
     config = CompileConfig(dynamic=dynamic, **{"graphs": "auto", **options})
     return WrappedGraphs(compiled, config, Counters())
 
@@ -381,6 +382,19 @@ def test_a_batch_norm_runs_in_graphs_in_evaluation_and_is_refused_in_training() 
 def test_bad_capture_sizes_name_the_entry() -> None:
     with pytest.raises(LadderError, match="entry 1"):
         graphed(twice, torch.randn(3, 4), capture_sizes=(2, -1))
+
+
+@pytest.mark.parametrize("pad", [(), ("rows",)])
+def test_no_size_above_the_maximum_is_captured(pad: tuple[str, ...]) -> None:
+    with pytest.raises(LadderError, match="entry 1 of the ladder is 200, above the maximum 100"):
+        graphed(twice, torch.randn(3, 4), pad=pad, capture_sizes=(4, 200), bounds={"rows": 100})
+
+
+@pytest.mark.parametrize(("pad", "maximum", "sizes"), [(("rows",), 100, (8, 16, 100)), (("rows",), 513, (8, 16)), ((), 100, (8, 16))])
+def test_a_list_of_a_padded_dimension_ends_at_the_maximum(pad: tuple[str, ...], maximum: int, sizes: tuple[int, ...]) -> None:
+    target = graphed(twice, torch.randn(3, 4), pad=pad, capture_sizes=(8, 16), bounds={"rows": maximum})
+    assert target.grid.axes[0].ladder is not None
+    assert target.grid.axes[0].ladder.sizes == sizes
 
 
 def test_capture_ahead_of_the_first_call() -> None:

@@ -58,6 +58,13 @@ def test_another_device_measures_anew(chooser: MeasuredChoices, monkeypatch: pyt
     assert MeasuredChoices(chooser.store, "another GPU", Counters()).known(KERNEL) is None
 
 
+def test_damage_is_a_warning(chooser: MeasuredChoices, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(chooser, monkeypatch)
+    next((chooser.store.layers[0].root / "choices").iterdir()).write_text("{}")
+    with pytest.warns(RuntimeWarning, match="a stored choice could not be used and is made again"):
+        assert chooser.known(KERNEL) is None
+
+
 def test_nothing_is_measured_in_a_capture(chooser: MeasuredChoices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert run(chooser, monkeypatch)[1] == ["slow", "slow"]

@@ -179,6 +179,7 @@ BAD: list[dict[str, Any]] = [
     {"batch_invariant": None},
     {"step_trace": 3},
     {"attention_backend": 3},
+    {"capture_sizes": (4, 200)},
 ]
 
 

@@ -251,6 +251,19 @@ def test_output_structure_cold_and_warm(kind: str) -> None:
         assert traces(module) == count
 
 
+class SizeAsText(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str, float]:
+        return x + 1, f"rows={x.shape[0]}", x.shape[0] / 2
+
+
+def test_a_size_as_text_fixes_a_dimension_that_nobody_declared() -> None:
+    module = rung.wrap(SizeAsText())
+    for rows in (4, 6, 4):
+        x = torch.randn(rows, 8)
+        assert_same(module(x), (x + 1, f"rows={rows}", rows / 2))
+    assert traces(module) == 2
+
+
 # --- what cannot be traced -----------------------------------------------------------------------------------------------------------
 
 

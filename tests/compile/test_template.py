@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import collections
 import json
 
 import pytest
 import torch
 from torch import nn
 
-from rung.errors import UnsupportedModuleError
-from tests.compile.cases import STRUCTURES, Structures, assert_same, uncompiled
+from rung.errors import DynamicShapeError, UnsupportedModuleError
+from tests.compile.cases import STRUCTURES, Level, Structures, assert_same, uncompiled
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
@@ -67,7 +68,61 @@ class ReturnsLocalClass(nn.Module):
         return self.make(x + 1)
 
 
-@pytest.mark.parametrize("module", [ReturnsSet(), ReturnsLocalClass()], ids=["set", "local class"])
+class ReturnsFactory(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return collections.defaultdict(list, a=x + 1)
+
+
+class ReturnsMemberAsKey(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[Level, torch.Tensor]:
+        return {Level.HIGH: x + 1}
+
+
+REFUSED = {
+    "set": ReturnsSet(),
+    "local class": ReturnsLocalClass(),
+    "default dict": ReturnsFactory(),
+    "key that is a member": ReturnsMemberAsKey(),
+}
+
+
+@pytest.mark.parametrize("module", REFUSED.values(), ids=REFUSED)
 def test_structure_that_cannot_be_rebuilt_is_refused(module: nn.Module) -> None:
     with pytest.raises(UnsupportedModuleError, match="hint: "):
         uncompiled(module.forward, torch.zeros(3, 4))
+
+
+class ReturnsOfSize(nn.Module):
+    """Returns what the host computes from the number of rows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> tuple[object, ...]:
+        y, rows = x + 1, x.shape[0]
+        if self.kind == "text":
+            return y, f"rows={rows}"
+        if self.kind == "key":
+            return y, {f"rows={rows}": y}
+        if self.kind == "half":
+            return y, [1, rows / 2]
+        if self.kind == "float":
+            return y, {"rows": float(rows)}
+        return y, f"{rows % 2 == 0}"
+
+
+OF_SIZE = {
+    "text": r"a str at output\[1\]",
+    "key": r"the keys of output\[1\]",
+    "half": r"a float at output\[1\]\[1\]",
+    "float": r"a float at output\[1\]\['rows'\]",
+    "bool": r"a str at output\[1\]",
+}
+
+
+@pytest.mark.parametrize("kind", OF_SIZE)
+def test_what_the_host_computes_from_a_size_is_refused_by_place(kind: str) -> None:
+    found = f"(makes {OF_SIZE[kind]} from|decides on) the size "  # torch 2.11 finds out while it traces
+    with pytest.raises((UnsupportedModuleError, DynamicShapeError), match=f"(?s)ReturnsOfSize.forward {found}.*hint: "):
+        uncompiled(ReturnsOfSize(kind).forward, torch.zeros(3, 4))

@@ -73,8 +73,9 @@ class Recorder:
         if id(value) in self.inputs:
             return {"kind": "input", "index": self.inputs[id(value)]}
         raise UnsupportedModuleError(
-            f"the module returns a tensor at {where} that is neither computed by the graph nor one of its inputs",
-            hint="compute it in forward, or return the parameter or argument itself",
+            f"the module returns a tensor at {where} that the graph neither computes nor reads",
+            hint="of a tensor that forward does not use return a copy (`x.clone()`), or return it where the module is called; in place of "
+            "a property (x.T, x.mT, x.data) call the method (x.t(), x.transpose(-2, -1), x.detach())",
         )
 
 

@@ -47,6 +47,42 @@ def test_returned_parameter_is_the_parameter_itself() -> None:
     assert compiled(torch.ones(2, 4))[1] is module.weight
 
 
+class ReturnsUnused(ReturnsWeight):
+    """A parameter that nothing in forward computes with, or a view of the argument, in ways that a graph has and has not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, {
+            "parameter": lambda: self.weight,
+            "T": lambda: x.T,
+            "mT": lambda: x.mT,
+            "data": lambda: x.data,
+            "clone": lambda: self.weight.clone(),
+            "t": lambda: x.t(),
+            "transpose": lambda: x.transpose(-2, -1),
+            "detach": lambda: x.detach(),
+        }[self.kind]()
+
+
+@pytest.mark.parametrize("kind", ["parameter", "T", "mT", "data"])
+def test_tensor_that_is_not_in_the_graph_is_answered_with_what_to_write(kind: str) -> None:
+    with pytest.raises(
+        UnsupportedModuleError, match=r"(?s)at output\[1\] that .*hint: .*x.clone\(\).*x.t\(\), x.transpose\(-2, -1\), x.detach\(\)"
+    ):
+        uncompiled(ReturnsUnused(kind).forward, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("kind", ["clone", "t", "transpose", "detach"])
+def test_what_the_hint_of_such_a_tensor_says_works(kind: str) -> None:
+    module = ReturnsUnused(kind)
+    compiled, _ = uncompiled(module.forward, torch.zeros(3, 4))
+    x = torch.randn(2, 4)
+    assert_same(compiled(x), module(x))
+
+
 class ReturnsSet(nn.Module):
     def forward(self, x: torch.Tensor) -> set[str]:
         x + 1

@@ -143,17 +143,19 @@ class CompileConfig:
         if (self.row_wise_ops or self.pad_unproved) and not self.pad:
             name = "row_wise_ops" if self.row_wise_ops else "pad_unproved"
             raise ConfigError(f"{name} has no effect without pad", hint='name the dimensions to be padded, for example pad=("rows",)')
+        if self.step_trace is not None and not isinstance(self.step_trace, str | Path):
+            raise ConfigError(f"step_trace must be a path, got {self.step_trace!r}", hint="name the file that lines are appended to")
         self._check_variants()
+        _check_dynamic(self.dynamic)
         names = {name for dims in (self.dynamic or {}).values() for name in dims.values()}
         for given in self.capture_sizes.values() if isinstance(self.capture_sizes, Mapping) else (self.capture_sizes,):
             check_sizes("capture_sizes", given)
-        unknown = [name for name in self.pad if self.dynamic is not None and name not in names]
-        if isinstance(self.capture_sizes, Mapping):
-            other = [name for name in self.capture_sizes if self.dynamic is not None and name not in names]
+        sized = tuple(self.capture_sizes) if isinstance(self.capture_sizes, Mapping) else ()
+        for field_name, used in (("pad", self.pad), ("capture_sizes", sized)):
+            other = [name for name in used if name not in names]
             if other:
-                raise ConfigError(f"capture_sizes names {other[0]!r}, which is no dynamic dimension", hint=f"dynamic names {sorted(names)}")
-        if unknown:
-            raise ConfigError(f"pad names {unknown[0]!r}, which is no dynamic dimension", hint=f"dynamic names {sorted(names)}")
+                hint = f"dynamic names {sorted(names)}" if names else 'name it there, for example dynamic={"x": {0: "rows"}}'
+                raise ConfigError(f"{field_name} names {other[0]!r}, which is no dimension of `dynamic`", hint=hint)
 
     def _check_variants(self) -> None:
         if not isinstance(self.variants, tuple | list):
@@ -180,6 +182,19 @@ class CompileConfig:
 def is_integer(value: object) -> bool:
     """Whether a setting is a whole number; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _check_dynamic(value: object) -> None:
+    """Raises `ConfigError` unless `value` is None or gives names of dimensions by argument and dimension. Names with "~" are rung's own."""
+    if value is None:
+        return
+    arguments: Mapping[Any, Any] = value if isinstance(value, Mapping) else {"": value}
+    for argument, dims in arguments.items():
+        good = isinstance(argument, str) and isinstance(dims, Mapping) and all(map(is_integer, dims))
+        if not good or not all(isinstance(name, str) and name and not name.startswith("~") for name in dims.values()):
+            raise ConfigError(
+                f"dynamic must give the name of each dimension by argument and number, got {value!r}", hint='for example {"x": {0: "rows"}}'
+            )
 
 
 def check_sizes(field_name: str, value: object) -> None:

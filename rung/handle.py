@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rung.compile.entry import Entry
+from rung.compile.entry import Entry, is_decorated
 from rung.compile.fingerprint import RuntimeState
 from rung.compile.named_ops import unused_lines
 from rung.compile.variant import Variant
@@ -26,6 +26,15 @@ class Handle(RuntimeState):
     def counters(self) -> Counters:
         """Counts of this object alone; `rung.counters` sums all of them."""
         return self._entry.counters
+
+    def method(self, name: str) -> Handle:
+        """The handle of another compiled method of the same module: `module.rung.method("encode")`."""
+        method: Any = getattr(self._entry.owner, name, None)
+        if isinstance(method, Entry):
+            return Handle(method)
+        if not is_decorated(method):
+            raise ConfigError(f"no method {name!r} was compiled", hint="name one that was given as `method` to rung.wrap or rung.compiled")
+        return Handle(method.__rung_entry__(self._entry.owner))
 
     def report(self) -> list[dict[str, Any]]:
         """One dict a trace: where it came from and why, seconds by phase, pieces, unique pieces, what the passes did.

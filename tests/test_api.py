@@ -251,6 +251,19 @@ def test_output_structure_cold_and_warm(kind: str) -> None:
         assert traces(module) == count
 
 
+class SizeAsText(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str, float]:
+        return x + 1, f"rows={x.shape[0]}", x.shape[0] / 2
+
+
+def test_a_size_as_text_fixes_a_dimension_that_nobody_declared() -> None:
+    module = rung.wrap(SizeAsText())
+    for rows in (4, 6, 4):
+        x = torch.randn(rows, 8)
+        assert_same(module(x), (x + 1, f"rows={rows}", rows / 2))
+    assert traces(module) == 2
+
+
 # --- what cannot be traced -----------------------------------------------------------------------------------------------------------
 
 
@@ -548,6 +561,85 @@ def test_another_method_by_name() -> None:
     assert traces(module) == 1
 
 
+def test_two_methods_of_a_wrapped_module_have_a_handle_each() -> None:
+    module = rung.wrap(rung.wrap(TwoMethods(), dynamic=ROWS), dynamic=ROWS, method="encode")
+    x = torch.randn(3, 4)
+    assert_same(module(x), x + 1)
+    assert_same(module.encode(x), x * 3)
+    assert traces(module) == 1
+    assert module.rung.method("forward").counters is module.forward.counters
+    assert module.rung.method("encode").counters is module.rung.counters
+    with pytest.raises(ConfigError, match=r"no method 'decode' was compiled\nhint: "):
+        module.rung.method("decode")
+
+
+@rung.compiled(dynamic=ROWS, method="encode")
+@rung.compiled(dynamic=ROWS)
+class DecoratedTwice(TwoMethods):
+    pass
+
+
+@pytest.mark.parametrize("order", [("forward", "encode"), ("encode", "forward")])
+def test_two_methods_of_a_decorated_class_have_code_of_their_own(order: tuple[str, str]) -> None:
+    x = torch.randn(3, 4)
+    for count in (1, 0):
+        made: Any = DecoratedTwice()
+        made(x)
+        for module in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+            for name in order:
+                assert_same(getattr(module, name)(x), x + 1 if name == "forward" else x * 3)
+            found = [module.rung.method(name).counters for name in order]
+            assert found[0] is not found[1]
+            assert module.rung.counters is found[order.index("encode")]
+            assert [one[Count.DYNAMO_TRACES] for one in found] == [count if module is made else 0] * 2
+
+
+@rung.compiled(dynamic=ROWS)
+class DecoratedChild(Decorated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+class PlainChild(Decorated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+@pytest.mark.parametrize("cls", [DecoratedChild, PlainChild])
+@pytest.mark.parametrize("how", ["compiled", "gradient", "empty", "disabled"])
+def test_super_of_a_decorated_class(cls: type[Decorated], how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = cls()
+    x = torch.randn(0 if how == "empty" else 3, 8)
+    if how == "disabled":
+        monkeypatch.setenv("RUNG_DISABLE", "1")
+    with torch.set_grad_enabled(how == "gradient"):
+        for one in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert_same(one(x), torch.relu(module.linear(x)) + 1)
+
+
+class WithoutGradient(Decorated):
+    forward = torch.no_grad()(Decorated.forward)
+
+
+def test_a_decorator_over_a_decorated_method_stays() -> None:
+    module = rung.wrap(WithoutGradient(), dynamic=ROWS)
+    x = torch.randn(3, 8)
+    with torch.enable_grad():
+        assert not module.forward.function(x).requires_grad
+
+
+def test_another_method_of_a_decorated_class_can_be_wrapped() -> None:
+    @rung.compiled(dynamic=ROWS)
+    class One(TwoMethods):
+        pass
+
+    module: Any = rung.wrap(One(), dynamic=ROWS, method="encode")
+    x = torch.randn(3, 4)
+    assert_same(module(x), x + 1)
+    assert_same(module.encode(x), x * 3)
+    assert module.rung.counters is module.encode.counters is not module.rung.method("forward").counters
+
+
 def test_autocast_runs_eagerly_with_a_reason() -> None:
     module, eager = both(Net())
     x = torch.randn(3, 8)
@@ -644,9 +736,29 @@ def test_explain_before_and_after_the_first_call() -> None:
 
 # --- misuse --------------------------------------------------------------------------------------------------------------------------
 
+
+class NoInstanceMethods(nn.Module):
+    @staticmethod
+    def static(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @classmethod
+    def of_class(cls, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 MISUSES = {
     "not a module": lambda: rung.wrap(3),
     "twice": lambda: rung.wrap(rung.wrap(Net())),
+    "an instance of a decorated class": lambda: rung.wrap(Decorated()),
+    "a class twice": lambda: rung.compiled(Decorated),
+    "a function twice": lambda: rung.compiled(decorated),
+    "a method twice": lambda: rung.wrap(rung.wrap(Net()).forward),
+    "a static method": lambda: rung.compiled(method="static")(NoInstanceMethods),
+    "a class method": lambda: rung.compiled(method="of_class")(NoInstanceMethods),
+    "a submodule as method": lambda: rung.wrap(Net(), method="linear"),
+    "no config": lambda: rung.wrap(Net(), config=3),
+    "an empty config": lambda: rung.wrap(Net(), config={}),
     "no such method": lambda: rung.wrap(Net(), method="encode"),
     "no such option": lambda: rung.wrap(Net(), dynamics={}),
     "class": lambda: rung.compiled(int),

@@ -280,8 +280,16 @@ def _rebuild(function: Callable[..., Any], config: CompileConfig, prepare: Calla
     return Entry(undecorated(function), config, prepare=prepare)
 
 
+def is_decorated(function: object) -> bool:
+    """Whether `function` is the method of a decorated class itself; what another decorator puts around it has its attributes too."""
+    original = getattr(function, "__rung_original__", None)
+    return original is not None and original is getattr(function, "__wrapped__", None)
+
+
 def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
     """The method behind one of a decorated class: a copy out of a pickle finds the decorated one, which calls the entry."""
-    original = getattr(function, "__rung_original__", None)
+    if not is_decorated(function):
+        return function
+    original: Callable[..., Any] = function.__rung_original__  # type: ignore[attr-defined]
     owner = getattr(function, "__self__", None)
-    return function if original is None else original if owner is None else original.__get__(owner)
+    return original if owner is None else original.__get__(owner)

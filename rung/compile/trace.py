@@ -6,7 +6,7 @@ import inspect
 import re
 import traceback
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from rung.compile.paths import Path, parse_path
 from rung.compile.regions import Region
 from rung.compile.signature import argument_path, own_signature, self_name
 from rung.compile.sources import SourceRef, source_refs
-from rung.compile.template import Recorder, Template
+from rung.compile.template import Recorder, Template, difference
 from rung.errors import DynamicShapeError, RungError, TraceError, UnsupportedModuleError
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]*)\n\s*([^\n]*)')
@@ -83,7 +83,7 @@ def _trace_once(
     except Exception as error:
         if isinstance(error, RungError) or not torch_compat.is_capture_error(error):
             raise
-        if torch_compat.is_size_decision(error) and any(name.startswith("~") for dims in dynamic.values() for name in dims.values()):
+        if torch_compat.is_size_decision(error) and _has_undeclared(dynamic):
             return _trace_once(function, locals_, _declared(dynamic), maximum, regions)
         raise _trace_error(function, error) from error
     inputs = tuple(argument_path(parse_path(source), function) for source in capture.sources)
@@ -95,7 +95,14 @@ def _trace_once(
     refuse_values_on_the_host(capture, _name(function))
     symbols, bounds, unified = audit_symbols(capture, inputs, dynamic, maximum, _name(function))
     note_blocks(capture.graph_module.graph)
-    template = _record_template(capture, function, inputs, full, args, kwargs, owner)
+    template, of_size = _record_template(capture, function, inputs, full, args, kwargs, owner)
+    if of_size and _has_undeclared(dynamic):
+        return _trace_once(function, locals_, _declared(dynamic), maximum, regions)
+    if of_size:
+        raise UnsupportedModuleError(
+            f"{_name(function)} makes {of_size} from the size of a dynamic dimension; a compiled graph would repeat it for every size",
+            hint="return the size itself (`x.shape[0]`) or a tensor, and compute the rest where the module is called",
+        )
     roots = Roots(function, ignored=[(region.holder, region.name) for region in regions.values()])
     return TracedGraph(
         capture.graph_module,
@@ -109,6 +116,10 @@ def _trace_once(
         collect_guards(capture.guards, roots, capture.traced_code),
         regions,
     )
+
+
+def _has_undeclared(dynamic: DynamicDims) -> bool:
+    return any(name.startswith("~") for dims in dynamic.values() for name in dims.values())
 
 
 def _declared(dynamic: DynamicDims) -> DynamicDims:
@@ -213,21 +224,25 @@ def _record_template(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     owner: object | None,
-) -> Template:
+) -> tuple[Template, str]:
+    """The template, and what in it was computed from a size on the host: the bytecode around the graph runs twice, with other stand-ins for
+    outputs, and what differs then is."""
     output_node = next(node for node in reversed(capture.graph_module.graph.nodes) if node.op == "output")
-    markers: list[Any] = [
-        (1 << 40) + 7919 * i if torch_compat.is_sym_int_node(node) else torch.empty(0) for i, node in enumerate(output_node.args[0])
-    ]
+    nodes = list(output_node.args[0])
+    kept: list[Any] = [None] * len(nodes)
     if owner is not None:
-        keep_updated_state(output_node, inputs, self_name(function), locals_, markers)
+        keep_updated_state(output_node, inputs, self_name(function), locals_, kept)
     roots = Roots(function)
     changed_objects = {source: roots.find(source) for source in capture.side_effects}
     if any(found is None and "self" not in source for source, found in changed_objects.items()):
         raise _side_effect_error(function, capture.side_effects)
+    given = {id(path.resolve(locals_)): i for i, path in enumerate(inputs) if path.dim is None}
+    runs = [_markers(nodes, kept, start) for start in (1 << 40, 1 << 41)]
     with net_effects(changed_objects) as changed, refuse_side_effects(owner, _name(function)), torch.no_grad():
-        call = capture.replay(lambda *_: list(markers))
         try:
-            sample = call(*((owner,) if owner is not None else ()), *args, **kwargs)
+            samples = [
+                capture.replay(lambda *_, m=markers: list(m))(*((owner,) if owner is not None else ()), *args, **kwargs) for markers in runs
+            ]
         except Exception as error:
             if isinstance(error, RungError) or not capture.side_effects:
                 raise
@@ -235,13 +250,25 @@ def _record_template(
     changed += [source for source, found in changed_objects.items() if found is None]
     if changed:
         raise _side_effect_error(function, changed)
-    given = {id(path.resolve(locals_)): i for i, path in enumerate(inputs) if path.dim is None}
-    recorder = Recorder(
+    template, other = (_recorder(markers, given).record(sample) for markers, sample in zip(runs, samples, strict=True))
+    return template, difference(template, other)
+
+
+def _markers(nodes: Sequence[fx.Node], kept: Sequence[Any], start: int) -> list[Any]:
+    """Stand-ins for the outputs of a graph; numbers and the contents of tensors follow from `start`."""
+    numbers = [start + 7919 * index for index in range(len(nodes))]
+    return [
+        tensor if tensor is not None else number if torch_compat.is_sym_int_node(node) else torch.tensor(number, dtype=torch.float64)
+        for node, tensor, number in zip(nodes, kept, numbers, strict=True)
+    ]
+
+
+def _recorder(markers: Sequence[Any], given: Mapping[int, int]) -> Recorder:
+    return Recorder(
         outputs={id(marker): i for i, marker in enumerate(markers) if isinstance(marker, torch.Tensor) and id(marker) not in given},
         integers={marker: i for i, marker in enumerate(markers) if isinstance(marker, int)},
         inputs=given,
     )
-    return recorder.record(sample)
 
 
 def _side_effect_error(function: Callable[..., Any], changed: Iterable[str]) -> UnsupportedModuleError:

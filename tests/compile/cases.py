@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import subprocess
 import sys
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
@@ -204,6 +205,18 @@ class Like(OrderedDict[str, Any]):
         raise AttributeError(name)
 
 
+class Level(enum.IntEnum):
+    HIGH = 2
+
+
+class Name(enum.StrEnum):
+    LEFT = "left"
+
+
+class Colour(enum.Enum):
+    RED = (255, 0, 0)
+
+
 class Structures(nn.Module):
     """Returns the structure called `kind`, every value computed from x."""
 
@@ -231,6 +244,8 @@ class Structures(nn.Module):
             "size arithmetic": lambda: (y, x.shape[0] * 2 + 1),
             "constants": lambda: (y, 3, 2.5, "text", True, float("nan")),
             "returned input": lambda: (x, y),
+            "members": lambda: (y, Level.HIGH, Name.LEFT, Colour.RED),
+            "counter": lambda: (y, Counter({"a": 1})),
         }[self.kind]()
 
 
@@ -252,6 +267,8 @@ STRUCTURES = (
     "size arithmetic",
     "constants",
     "returned input",
+    "members",
+    "counter",
 )
 
 

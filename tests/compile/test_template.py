@@ -9,8 +9,8 @@ from torch import nn
 
 from rung.compile.sources import type_refs
 from rung.compile.template import Recorder, render
-from rung.errors import UnsupportedModuleError
-from tests.compile.cases import STRUCTURES, Like, Structures, assert_same, uncompiled
+from rung.errors import DynamicShapeError, UnsupportedModuleError
+from tests.compile.cases import STRUCTURES, Level, Like, Structures, assert_same, uncompiled
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
@@ -47,6 +47,42 @@ def test_returned_parameter_is_the_parameter_itself() -> None:
     module = ReturnsWeight()
     compiled, _ = uncompiled(module.forward, torch.zeros(3, 4))
     assert compiled(torch.ones(2, 4))[1] is module.weight
+
+
+class ReturnsUnused(ReturnsWeight):
+    """A parameter that nothing in forward computes with, or a view of the argument, in ways that a graph has and has not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, {
+            "parameter": lambda: self.weight,
+            "T": lambda: x.T,
+            "mT": lambda: x.mT,
+            "data": lambda: x.data,
+            "clone": lambda: self.weight.clone(),
+            "t": lambda: x.t(),
+            "transpose": lambda: x.transpose(-2, -1),
+            "detach": lambda: x.detach(),
+        }[self.kind]()
+
+
+@pytest.mark.parametrize("kind", ["parameter", "T", "mT", "data"])
+def test_tensor_that_is_not_in_the_graph_is_answered_with_what_to_write(kind: str) -> None:
+    with pytest.raises(
+        UnsupportedModuleError, match=r"(?s)at output\[1\] that .*hint: .*x.clone\(\).*x.t\(\), x.transpose\(-2, -1\), x.detach\(\)"
+    ):
+        uncompiled(ReturnsUnused(kind).forward, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("kind", ["clone", "t", "transpose", "detach"])
+def test_what_the_hint_of_such_a_tensor_says_works(kind: str) -> None:
+    module = ReturnsUnused(kind)
+    compiled, _ = uncompiled(module.forward, torch.zeros(3, 4))
+    x = torch.randn(2, 4)
+    assert_same(compiled(x), module(x))
 
 
 class ReturnsSet(nn.Module):
@@ -106,7 +142,55 @@ def test_a_mapping_that_cannot_be_rebuilt_is_refused_by_name(kind: str, text: st
         uncompiled(ReturnsMapping(kind).forward, torch.zeros(3, 4))
 
 
-@pytest.mark.parametrize("module", [ReturnsSet(), ReturnsLocalClass()], ids=["set", "local class"])
+class ReturnsMemberAsKey(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[Level, torch.Tensor]:
+        return {Level.HIGH: x + 1}
+
+
+REFUSED = {
+    "set": ReturnsSet(),
+    "local class": ReturnsLocalClass(),
+    "key that is a member": ReturnsMemberAsKey(),
+}
+
+
+@pytest.mark.parametrize("module", REFUSED.values(), ids=REFUSED)
 def test_structure_that_cannot_be_rebuilt_is_refused(module: nn.Module) -> None:
     with pytest.raises(UnsupportedModuleError, match="hint: "):
         uncompiled(module.forward, torch.zeros(3, 4))
+
+
+class ReturnsOfSize(nn.Module):
+    """Returns what the host computes from the number of rows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> tuple[object, ...]:
+        y, rows = x + 1, x.shape[0]
+        if self.kind == "text":
+            return y, f"rows={rows}"
+        if self.kind == "key":
+            return y, {f"rows={rows}": y}
+        if self.kind == "half":
+            return y, [1, rows / 2]
+        if self.kind == "float":
+            return y, {"rows": float(rows)}
+        return y, f"{rows % 2 == 0}"
+
+
+OF_SIZE = {
+    "text": r"a str at output\[1\]",
+    "key": r"the keys of output\[1\]",
+    "half": r"a float at output\[1\]\[1\]",
+    "float": r"a float at output\[1\]\['rows'\]",
+    "bool": r"a str at output\[1\]",
+}
+
+
+@pytest.mark.parametrize("kind", OF_SIZE)
+def test_what_the_host_computes_from_a_size_is_refused_by_place(kind: str) -> None:
+    found = f"(makes {OF_SIZE[kind]} from|decides on) the size "  # torch 2.11 finds out while it traces
+    with pytest.raises((UnsupportedModuleError, DynamicShapeError), match=f"(?s)ReturnsOfSize.forward {found}.*hint: "):
+        uncompiled(ReturnsOfSize(kind).forward, torch.zeros(3, 4))

@@ -116,7 +116,7 @@ def _program(loaded: Any, put: Put) -> Program:
         device=device,
         source=source,
         kernels={name: _kernel(kernel, put) for name, kernel in code.kernels.items()},
-        libraries={name: put(data) for name, data in code.libraries.items()},
+        libraries={name: put(torch_compat.without_folders(data)) for name, data in code.libraries.items()},
         checked=code.checked,
         written=code.written,
         cpu_flags=cpu_flags() if code.libraries else (),

@@ -65,6 +65,7 @@ from rung.torch_compat.inductor import (
     needs_size_asserts,
     raw_callable,
     serialize_artifact,
+    without_folders,
 )
 from rung.torch_compat.keys import device_factors, toolchain_factors
 from rung.torch_compat.memoryless import fake_mode_of, fakes_of, memoryless, run_memoryless
@@ -98,6 +99,7 @@ from rung.torch_compat.user_code import is_user_file, place
 from rung.torch_compat.workers import compile_workers, start_workers
 
 __all__ = [
+    "without_folders",
     "wrapper_names",
     "wrapper_builtins",
     "tensor_address_protocol",

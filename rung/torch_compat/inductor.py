@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sysconfig
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ _IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 # AOTAutograd refuses to serialise a graph with `torch.tensor(x.shape[0])`, which is a function of its arguments alone. Can go when it is on
 # its list of safe functions (torch/_functorch/_aot_autograd/autograd_cache.py, `check_node_safe`).
 _CACHEABLE = {**ambient.CACHEABLE, "torch._refs.tensor": "arguments alone"}
+_ENVIRONMENT = re.compile(rb"os\.environ\['\w+'\] = [^\n]*")
 _DRAWS = re.compile(r"rand|dropout|bernoulli|normal|multinomial|poisson|uniform|exponential|geometric|cauchy|rrelu")
 
 
@@ -70,14 +73,15 @@ class NotSerialisableError(Exception):
 
 
 def serialize_artifact(artifact: Any) -> bytes:
-    """Raises `NotSerialisableError`; see `distrusted_call`."""
+    """Without the environment of this process, which a text for debugging repeats. Raises `NotSerialisableError`; see `distrusted_call`."""
     import torch._functorch.config as functorch_config
 
     with compile_lock, functorch_config.patch("bundled_autograd_cache", True):
         try:
-            return bytes(artifact.serialize())
+            serialized = bytes(artifact.serialize())
         except TypeError as error:  # its `serialize` is None
             raise NotSerialisableError(str(error)) from error
+    return _ENVIRONMENT.sub(lambda line: b"#".ljust(len(line[0])), serialized)  # as long as before, since a pickle counts bytes
 
 
 def distrusted_call(graph: fx.Graph) -> tuple[str, fx.Node] | None:
@@ -100,6 +104,17 @@ def _in_words(node: fx.Node) -> str:
     if node.target is torch.Tensor.set_:  # what Dynamo makes of it
         return "an assignment to `.data`"
     return f"NumPy's {name.removeprefix('wrapped_')}" if type(node.target).__name__.startswith("numpy_") else name
+
+
+def without_folders(library: bytes) -> bytes:
+    """A shared library without the folders of torch, Python's headers and Inductor, which messages and debug information name. Each becomes
+    slashes, as long as before, so that nothing moves."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    for folder in (str(Path(torch.__file__).parent), sysconfig.get_path("include"), cache_dir()):
+        library = library.replace(folder.encode() + b"/", b"/" * (len(folder.encode()) + 1))
+        library = library.replace(folder.encode() + b"\0", b"/" * len(folder.encode()) + b"\0")
+    return library
 
 
 def deserialize_artifact(blob: bytes) -> Any:

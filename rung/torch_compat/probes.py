@@ -21,6 +21,7 @@ PROBES = (
     "torch._inductor.standalone_compile",
     "torch._inductor.standalone_compile.AOTCompiledArtifact",
     "torch._inductor.output_code.CompiledFxGraph",
+    "torch._inductor.runtime.cache_dir_utils.cache_dir",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch._inductor.decomposition.select_decomp_table",
     "torch._inductor.config._config",

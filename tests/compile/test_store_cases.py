@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,3 +202,11 @@ def test_a_piece_of_another_format_is_a_miss_and_not_an_error(tmp_path: Path) ->
     store.put(manifest)
     with pytest.warns(RuntimeWarning, match="is no artifact of version 1"):
         assert pieces.stored("p", code, SizeRange(1, 8), CompileReport(title="p")) is None
+
+
+def test_no_blob_names_a_folder_of_the_machine_that_compiled(rung_cache_dir: Path) -> None:
+    rung.wrap(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).requires_grad_(False))(torch.ones(3, 8))
+    folders = (str(Path(torch.__file__).parent), sysconfig.get_path("include"), os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    blobs = {blob.name: blob.read_bytes() for blob in (rung_cache_dir / "blobs").iterdir()}
+    assert any(data.startswith(b"\x7fELF") for data in blobs.values())
+    assert [(name, folder) for name, data in blobs.items() for folder in folders if folder.encode() in data] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,6 +86,20 @@ def evaluate_size(value: Any, size: int) -> Any:
     if not isinstance(value, torch.SymInt):
         return value
     return int(value.node.expr.subs(dict.fromkeys(value.node.expr.free_symbols, size)))
+
+
+def sizes_of_symbols(traced: Any, value: Any) -> dict[Any, int]:
+    """Symbols of a traced size, or of the shape of a traced tensor, and what they are in a real one."""
+    pairs = zip(traced.shape, value.shape, strict=True) if isinstance(traced, torch.Tensor) else [(traced, value)]
+    return {extent.node.expr: int(size) for extent, size in pairs if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol}
+
+
+def known_size(value: Any, sizes: Mapping[Any, int]) -> int | None:
+    """A traced size where its symbols have `sizes`; None where one of them is not there."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    size = value.node.expr.subs(sizes)
+    return int(size) if size.is_number else None
 
 
 def is_sym_int_node(node: fx.Node) -> bool:

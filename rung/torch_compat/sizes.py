@@ -45,6 +45,20 @@ def unproved_relations(capture: Capture, bounds: dict[Any, int | None]) -> list[
     return found
 
 
+def may_be_one(shape_env: Any, size: Any) -> bool:
+    """Whether a traced size is 1 for some sizes of the dimensions, which begin at 1."""
+    from sympy import Ne  # type: ignore[import-untyped]
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    expression = resolved_symbol(shape_env, size)
+    if expression is None:
+        return False
+    ranges = tuple((symbol, ValueRanges(1, int_oo)) for symbol in expression.free_symbols)
+    other = shape_env._maybe_evaluate_static(Ne(expression, 1), axioms=(), var_to_range=ranges)
+    return other is None or not bool(other)
+
+
 def bounding_constant(shape_env: Any, relation: Any, symbol: Any) -> int | None:
     """The largest constant of a relation such that the relation holds for all sizes up to it, e.g. 64 for Eq(s, Min(64, s))."""
     from torch.utils._sympy.value_ranges import ValueRanges

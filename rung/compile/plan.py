@@ -21,7 +21,7 @@ from rung.compile.sources import SourceRef
 from rung.compile.template import Template
 from rung.compile.whole.report import WholeReport
 
-FORMAT = 9
+FORMAT = 10
 
 
 @dataclass(frozen=True, slots=True)

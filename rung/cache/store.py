@@ -107,6 +107,12 @@ class Store:
 
         return self._first(read, f"{kind}/{key}")
 
+    def remove(self, kind: str, key: str) -> None:
+        """Take a manifest out of the layer that is written, if it lies there; its blobs go with the next that are trimmed."""
+        if self.top is not None:
+            with contextlib.suppress(OSError):
+                self.top.manifest_path(kind, key).unlink()
+
     def manifests(self, kind: str | None = None) -> Iterator[tuple[Layer, Manifest]]:
         """Every manifest that can be read, an upper layer hiding the same key in those below."""
         seen: set[tuple[str, str]] = set()

@@ -41,13 +41,7 @@ def audit_symbols(
             unified[user_name] = symbols.setdefault(str(expression), user_name)
             limits = [bound for bound in (torch_compat.upper_bound(capture.shape_env, expression), maximum) if bound is not None]
             bounds[expression] = min(limits, default=None)
-    places = {
-        str(symbol): (path.dotted(), dim)
-        for path, node in zip(inputs, placeholders, strict=True)
-        for dim, name_ in (dynamic.get(path.dotted(), {}) if path.dim is None else {}).items()
-        if name_.startswith("~")
-        for symbol in torch_compat.free_symbols(node.meta["example_value"].shape[dim])
-    }
+    places = _undeclared(capture, inputs, dynamic)
     for relation, place in torch_compat.unproved_relations(capture, bounds):
         free = list(relation.free_symbols)
         bound = torch_compat.bounding_constant(capture.shape_env, relation, free[0]) if len(free) == 1 and free[0] in bounds else None
@@ -66,6 +60,56 @@ def audit_symbols(
         for user_name in dynamic[argument].values():
             limits_of_names.setdefault(unified.setdefault(user_name, user_name), maximum)
     return symbols, limits_of_names, unified
+
+
+def _undeclared(
+    capture: torch_compat.Capture, inputs: tuple[Path, ...], dynamic: Mapping[str, Mapping[int, str]]
+) -> dict[str, tuple[str, int]]:
+    """Symbol of a dimension that nobody declared -> its argument and number."""
+    return {
+        str(symbol): (path.dotted(), dim)
+        for path, node in zip(inputs, capture.graph_module.graph.find_nodes(op="placeholder"), strict=True)
+        for dim, name in (dynamic.get(path.dotted(), {}) if path.dim is None else {}).items()
+        if name.startswith("~")
+        for symbol in torch_compat.free_symbols(node.meta["example_value"].shape[dim])
+    }
+
+
+def refuse_lost_dimensions(
+    capture: torch_compat.Capture,
+    inputs: tuple[Path, ...],
+    dynamic: Mapping[str, Mapping[int, str]],
+    symbols: Mapping[str, str],
+    name: str,
+) -> None:
+    """Raise `DynamicShapeError` for the first dimension that is taken away at size 1 and stays at others: a trace leaves it there. One that
+    nobody declared raises `FixedDimension`."""
+    places = _undeclared(capture, inputs, dynamic)
+    for node in capture.graph_module.graph.nodes:
+        for dim, size in squeezed_dims(node):
+            if not torch_compat.may_be_one(capture.shape_env, size):
+                continue
+            undeclared = [places[str(symbol)] for symbol in torch_compat.free_symbols(size) if str(symbol) in places]
+            if undeclared:
+                raise FixedDimension(*undeclared[0])
+            raise DynamicShapeError(
+                f"{name} takes dimension {dim} away where its size, {_readable(torch_compat.symbol_of(size), symbols)}, is 1"
+                f"{torch_compat.node_location(node)}",
+                hint="a compiled graph has the same dimensions for every size: name those of fixed size (`squeeze(-1)`), or leave the "
+                "dimension out of `dynamic`",
+            )
+
+
+def squeezed_dims(node: fx.Node) -> list[tuple[int, Any]]:
+    """The dimensions that a node takes away if their sizes are 1, each with its size. Other ops whose result has more or fewer dimensions
+    for some sizes (`torch.cov`) ask for the size, which no trace can answer."""
+    called = str(node.target) if node.op == "call_method" else torch_compat.torch_name(node.target) if node.op == "call_function" else ""
+    if called not in ("squeeze", "squeeze_", "squeeze_copy"):
+        return []
+    given = node.all_input_nodes[0].meta["example_value"].shape
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
+    named = range(len(given)) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
+    return [(int(dim) % len(given), given[int(dim)]) for dim in named if given]
 
 
 def refuse_sizes_of_values(capture: torch_compat.Capture, name: str) -> None:

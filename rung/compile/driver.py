@@ -1,7 +1,7 @@
 """Compile a function, or load it: cold and warm are one road.
 
-A cold start writes plan and blobs and then loads them exactly as a warm start does; the compiler's own callables are thrown away after
-they have been compared once with the loaded ones.
+A cold start compares the compiler's own callables once with the loaded ones, throws them away, writes plan and blobs, and loads them
+exactly as a warm start does.
 """
 
 from __future__ import annotations
@@ -193,13 +193,13 @@ class Driver:
             output_dims=dims_out,
             unused_ops=unused_ops(self.config, graph.steps, met if rows else None),
         )
+        check_pieces(cases_of(graph, plan, stored, _owner(function)), report, self.counters, device, self.pieces)
         if traced.guards.unknown:
             report.reason = f"not cacheable: the trace depends on {traced.guards.unknown[0]}, which cannot be checked in another process"
         elif keep and all(piece.saved for piece in stored):
             with report.clock("save"):
                 seconds = {**report.seconds, "compile": report.piece_seconds}
                 self.pieces.save(lambda: self.plans.keep(report.plan_key, factors, plan, seconds, report.passes, blobs))
-        check_pieces(cases_of(graph, plan, stored, _owner(function)), report, self.counters, device)
         return plan, blobs, (graph, traced)
 
     def _trace_again(
@@ -243,7 +243,7 @@ class Driver:
         stored = self._compile_pieces(graph, traced, device, report, dump)
         pieces = _pieces(graph, stored)
         plan = CompilePlan("", traced.inputs, (), {}, pieces, graph.steps, graph.outputs, traced.template, (), aliased=graph.aliased)
-        check_pieces(cases_of(graph, plan, stored, {}), report, self.counters, device)
+        check_pieces(cases_of(graph, plan, stored, {}), report, self.counters, device, self.pieces)
         graph.forget()
         return self._load(plan, _blobs(stored), {}, report, device)
 

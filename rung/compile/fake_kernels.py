@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,17 +74,24 @@ def checking(runner: StepRunner, outputs: Mapping[str, Mapping[int, FakeOutput]]
 
 
 class CheckedInterpreter(fx.Interpreter):
-    """Runs the graph of a piece and looks at what ops that are not torch's own return."""
+    """Runs the graph of a piece and looks at what ops that are not torch's own return, with the sizes that its inputs have."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self._sizes: dict[Any, int] = {}  # symbol of the trace -> its size in this run
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         fake = n.meta.get("example_value")
+        if n.op == "placeholder":
+            self._sizes |= torch_compat.sizes_of_symbols(fake, result)
         overload = torch_compat.single_overload(n.target)
         if n.op != "call_function" or not torch_compat.is_op(overload) or overload.name().partition("::")[0] in ("aten", "prims", "prim"):
             return result
         for index, (said, came) in enumerate(zip(_list(fake), _list(result), strict=False)):
             if isinstance(said, torch.Tensor):
-                FakeOutput.of(overload.name(), index, said, {}).check(came, {})
+                shape = tuple(torch_compat.known_size(extent, self._sizes) for extent in said.shape)
+                replace(FakeOutput.of(overload.name(), index, said, {}), shape=shape).check(came, {})
         return result
 
 

@@ -10,7 +10,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,9 +56,10 @@ def settings(device_type: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A compiled piece: the digest of its `Artifact`, all blobs by their digests, and the largest size that its code serves where no
-    maximum was given (None: any)."""
+    """A compiled piece: its key in the store, the digest of its `Artifact`, all blobs by their digests, and the largest size that its code
+    serves where no maximum was given (None: any)."""
 
+    key: str
     digest: str
     blobs: Mapping[str, bytes]
     bound: int | None
@@ -117,8 +118,19 @@ class PieceCompiler:
             return found or self._build(index, piece, traced, (key, factors), report, dump, sizes, early)
 
     def stored(self, piece_key: str, code: Factors, sizes: SizeRange, report: CompileReport) -> StoredPiece | None:
-        """The artifact of a piece for `sizes`, if the store has it; no trace is needed to ask."""
-        return self._find(key_of(self._factors_of(piece_key, None, code, sizes)), report)
+        """The artifact of a piece for `sizes`, if the store has it and it was compared with its graph; no trace is needed to ask."""
+        return self._find(key_of(self._factors_of(piece_key, None, code, sizes)), report, compared=True)
+
+    def confirm(self, piece: StoredPiece) -> None:
+        """Note in the store that a piece was compared with its graph, for those that are loaded without a plan (`stored`)."""
+        with contextlib.suppress(ArtifactError):
+            manifest = self.store.get("pieces", piece.key)
+            if manifest is not None and not manifest.data.get("compared"):
+                self.save(lambda: self.store.put(replace(manifest, data={**manifest.data, "compared": True})))
+
+    def forget(self, piece: StoredPiece) -> None:
+        """Take a piece that differs from its graph out of the store: its key does not tell what a mended op returns."""
+        self.store.remove("pieces", piece.key)
 
     @staticmethod
     def _factors_of(piece_key: str, traced: TracedGraph | None, code: Factors, sizes: SizeRange | None) -> dict[str, Any]:
@@ -128,13 +140,14 @@ class PieceCompiler:
         bounds = sorted(str(bound) for bound in traced.bounds.values())
         return {"piece": piece_key, "bounds": bounds, **code.values(code_only=True)}
 
-    def _find(self, key: str, report: CompileReport) -> StoredPiece | None:
+    def _find(self, key: str, report: CompileReport, *, compared: bool = False) -> StoredPiece | None:
+        """A piece in the store, with `compared` only one that was compared with its graph."""
         try:
             manifest = self.store.get("pieces", key)
-            if manifest is None:
+            if manifest is None or (compared and not manifest.data.get("compared")):
                 return None
             blobs = {digest: self.store.get_blob(digest) for digest in manifest.blobs}
-            found = StoredPiece(manifest.blobs[0], blobs, manifest.data["bound"])
+            found = StoredPiece(key, manifest.blobs[0], blobs, manifest.data["bound"])
             if not found.artifact.serves(self._device):
                 return None
         except ArtifactError as error:
@@ -187,7 +200,7 @@ class PieceCompiler:
         saved = self.save(lambda: [self.store.put_blob(blob) for blob in blobs.values()]) is not None
         if saved:
             self.save(lambda: self.store.put(manifest))
-        return StoredPiece(digest, blobs, bound, saved)
+        return StoredPiece(key, digest, blobs, bound, saved)
 
     def _compile(
         self, piece: Piece, traced: TracedGraph, passes: PassManager, index: int, sizes: SizeRange | None = None

@@ -14,7 +14,7 @@ from rung.compile.artifact import PieceLoader, stock_call
 from rung.compile.bound import StepCall
 from rung.compile.build import SplitGraph
 from rung.compile.fake_kernels import CheckedInterpreter
-from rung.compile.piece_compiler import StoredPiece
+from rung.compile.piece_compiler import PieceCompiler, StoredPiece
 from rung.compile.pieces import Piece
 from rung.compile.plan import CompilePlan
 from rung.compile.report import CompileReport
@@ -81,9 +81,15 @@ def cases_of(graph: SplitGraph, plan: CompilePlan, stored: Sequence[StoredPiece]
 
 
 def check_pieces(
-    cases: Sequence[Case], report: CompileReport, counters: Counters, device: torch.device, sizes: Sequence[int] = SIZES
+    cases: Sequence[Case],
+    report: CompileReport,
+    counters: Counters,
+    device: torch.device,
+    compiler: PieceCompiler,
+    sizes: Sequence[int] = SIZES,
 ) -> None:
-    """`check_piece` of all. On a device our own kernels are built at once before, and not one after another at their first launch."""
+    """`check_piece` of all; `compiler` takes one that fails out of the store. On a device our own kernels are built at once before, and not
+    one after another at their first launch."""
     if device.type == "cuda" and launch_road() == "prebound" and not report.kernels_built:
         with report.clock("build kernels"):
             _build_kernels(cases, device, counters, sizes)
@@ -91,7 +97,12 @@ def check_pieces(
     with report.clock("compare once"):
         for piece, found, weights in cases:
             artifact = found.artifact
-            check_piece(piece, found.blobs[artifact.stock], loader.bind(artifact, FirstConfig())[0], weights, sizes)
+            entry, _ = loader.bind(artifact, FirstConfig())
+            try:
+                check_piece(piece, found.blobs[artifact.stock], entry, weights, sizes)
+            except Exception:
+                compiler.forget(found)
+                raise
     loader.unload()
 
 

@@ -147,7 +147,10 @@ class SizeVariants:
                 for index, piece in enumerate(graph.pieces)
             ]
             ends = tuple(dict.fromkeys((state.sizes.low, min(state.sizes.high, state.sizes.low + 2))))
-            check_pieces(cases_of(graph, self.compiled.plan, blobs, self._owner), report, self._counters, self.compiled.device, ends)
+            cases = cases_of(graph, self.compiled.plan, blobs, self._owner)
+            check_pieces(cases, report, self._counters, self.compiled.device, self._pieces, ends)
+            for found in blobs:
+                self._pieces.confirm(found)
         self._publish(state.sizes, blobs)
         state.state, state.seconds = "compiled", time.perf_counter() - start
         self._counters.add(Count.SIZE_VARIANTS)

@@ -16,7 +16,7 @@ from torch import fx, nn
 from rung import torch_compat
 from rung.compile.ambient import note_blocks
 from rung.compile.arguments import Container, leaves, replace_tensors
-from rung.compile.audit import FixedDimension, audit_symbols, refuse_sizes_of_values, refuse_values_on_the_host
+from rung.compile.audit import FixedDimension, audit_symbols, refuse_lost_dimensions, refuse_sizes_of_values, refuse_values_on_the_host
 from rung.compile.effects import keep_updated_state, net_effects, refuse_side_effects
 from rung.compile.guards import NO_GUARDS, GuardSet, Roots, collect_guards
 from rung.compile.paths import Path, parse_path
@@ -94,6 +94,7 @@ def _trace_once(
     refuse_sizes_of_values(capture, _name(function))
     refuse_values_on_the_host(capture, _name(function))
     symbols, bounds, unified = audit_symbols(capture, inputs, dynamic, maximum, _name(function))
+    refuse_lost_dimensions(capture, inputs, dynamic, symbols, _name(function))
     note_blocks(capture.graph_module.graph)
     template, of_size = _record_template(capture, function, inputs, full, args, kwargs, owner)
     if of_size and _has_undeclared(dynamic):

@@ -59,6 +59,7 @@ def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     names = output.output_graph.export_metadata.graph_input_idx_to_local_source
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [_source_name(names[i]) if i in names else f"?{node.name}" for i, node in enumerate(placeholders)]
+    placeholders += _tensors_of_sizes(module.graph, placeholders, sources, captured.backend_input.fake_mode.shape_env)
     _forget_real_tensors(placeholders)
     return Capture(
         graph_module=module,
@@ -70,6 +71,21 @@ def capture_graph(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         side_effects=tuple(side_effects),
         replay=lambda compiled: captured.forward_callable(compiled_fn=compiled, extra_globals=_with_builtins(output)),
     )
+
+
+def _tensors_of_sizes(graph: fx.Graph, placeholders: list[fx.Node], sources: list[str], shape_env: Any) -> list[fx.Node]:
+    """Placeholders for tensors of which a graph has the sizes alone: Dynamo leaves them out, and whoever calls the graph passes tensors.
+    Their sources are appended to `sources`. Checked on torch 2.11 and 2.13."""
+    fakes = {_source_name(tracked.source): tracked.fake for tracked in shape_env.tracked_fakes or ()}
+    made: list[fx.Node] = []
+    for source in [source.rpartition(".size()[")[0] for source in sources]:
+        if source in fakes and source not in sources:
+            with graph.inserting_after((placeholders + made)[-1]):
+                node = graph.placeholder(f"tensor_{len(made)}")
+            node.meta["example_value"] = fakes[source]
+            sources.append(source)
+            made.append(node)
+    return made
 
 
 def _with_builtins(output: Any) -> dict[str, Any]:

@@ -47,6 +47,16 @@ def packet_name(target: Any) -> str:
     return str(target._qualified_op_name) if isinstance(target, torch._ops.OpOverloadPacket) else ""
 
 
+def torch_name(target: Any) -> str:
+    """The name of a function of torch or of an ATen op, also where it stands for the one of numpy; an empty text for anything else."""
+    if isinstance(target, OpOverload | torch._ops.OpOverloadPacket):
+        qualified = target.name() if isinstance(target, OpOverload) else packet_name(target)
+        namespace, _, name = qualified.partition("::")
+        return name.partition(".")[0] if namespace == "aten" else ""
+    name = str(getattr(target, "__name__", ""))
+    return name.removeprefix("wrapped_") if name.startswith("wrapped_") else name if getattr(torch, name, None) is target else ""
+
+
 def is_python_op(function: Any) -> bool:
     """Whether an OpOverload was defined from Python, so that its kernels are Python too."""
     return bool(getattr(function, "_defined_in_python", False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,6 +43,20 @@ def unproved_relations(capture: Capture, bounds: dict[Any, int | None]) -> list[
         if static is None or not bool(static):
             found.append((replaced, _place(stack)))
     return found
+
+
+def may_be_one(shape_env: Any, size: Any) -> bool:
+    """Whether a traced size is 1 for some sizes of the dimensions, which begin at 1."""
+    from sympy import Ne  # type: ignore[import-untyped]
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    expression = resolved_symbol(shape_env, size)
+    if expression is None:
+        return False
+    ranges = tuple((symbol, ValueRanges(1, int_oo)) for symbol in expression.free_symbols)
+    other = shape_env._maybe_evaluate_static(Ne(expression, 1), axioms=(), var_to_range=ranges)
+    return other is None or not bool(other)
 
 
 def bounding_constant(shape_env: Any, relation: Any, symbol: Any) -> int | None:
@@ -85,6 +100,20 @@ def evaluate_size(value: Any, size: int) -> Any:
     if not isinstance(value, torch.SymInt):
         return value
     return int(value.node.expr.subs(dict.fromkeys(value.node.expr.free_symbols, size)))
+
+
+def sizes_of_symbols(traced: Any, value: Any) -> dict[Any, int]:
+    """Symbols of a traced size, or of the shape of a traced tensor, and what they are in a real one."""
+    pairs = zip(traced.shape, value.shape, strict=True) if isinstance(traced, torch.Tensor) else [(traced, value)]
+    return {extent.node.expr: int(size) for extent, size in pairs if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol}
+
+
+def known_size(value: Any, sizes: Mapping[Any, int]) -> int | None:
+    """A traced size where its symbols have `sizes`; None where one of them is not there."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    size = value.node.expr.subs(sizes)
+    return int(size) if size.is_number else None
 
 
 def is_sym_int_node(node: fx.Node) -> bool:

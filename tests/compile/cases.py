@@ -55,7 +55,7 @@ _define("first_rows(Tensor x, SymInt rows) -> Tensor", lambda x, rows: x[:rows].
 _define("lies_size(Tensor x) -> Tensor", lambda x: x[:, :-1].clone(), lambda x: torch.empty_like(x))
 _define("lies_rows(Tensor x) -> (Tensor, Tensor)", lambda x: (x + 1, x[1:].clone()), lambda x: (torch.empty_like(x), torch.empty_like(x)))
 _define("lies_dtype(Tensor x) -> Tensor", lambda x: x.double(), lambda x: torch.empty_like(x))
-_define("lies_stride(Tensor x) -> Tensor", lambda x: x.t().contiguous().t(), lambda x: x.new_empty(x.shape))
+_define("lies_stride(Tensor x) -> Tensor", lambda x: x.t().clone(memory_format=torch.contiguous_format).t(), lambda x: x.new_empty(x.shape))
 _define("host_scale(Tensor x) -> Tensor", lambda x: x * HOST_FACTOR["factor"], tags=(torch.Tag.cudagraph_unsafe,))
 
 

@@ -13,6 +13,7 @@ import rung
 from rung import torch_compat
 from rung.compile import driver, selfcheck
 from rung.compile.early_kernels import EarlyKernels
+from rung.compile.piece_compiler import PieceCompiler
 from rung.compile.report import CompileReport
 from rung.counters import Count, Counters
 from rung.passes.ir import linear
@@ -52,7 +53,7 @@ def test_operations_name_the_kernels_that_the_compiled_piece_launches(monkeypatc
     workers, counters, noted = Begun(), Counters(), []
     monkeypatch.setattr(EarlyKernels, "of", lambda device, sizes, _: EarlyKernels(90, workers.submit, sizes, counters))
 
-    def check(cases: list[selfcheck.Case], report: CompileReport, _: Counters, device: torch.device) -> None:
+    def check(cases: list[selfcheck.Case], report: CompileReport, _: Counters, device: torch.device, compiler: PieceCompiler) -> None:
         noted.append((report.kernels_built, selfcheck.find_kernels(cases, 90).wanted))
 
     monkeypatch.setattr(driver, "check_pieces", check)

@@ -12,6 +12,7 @@ import torch
 import rung
 from rung import torch_compat
 from rung.compile import driver, selfcheck
+from rung.compile.piece_compiler import PieceCompiler
 from rung.compile.report import CompileReport
 from rung.compile.selfcheck import _agree, _copy
 from rung.counters import Counters
@@ -50,7 +51,9 @@ def test_the_kernels_of_a_comparison_are_found_before_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(support, "_why_not_device", lambda device: None)
     noted: list[set[str]] = []
 
-    def check(cases: list[selfcheck.Case], report: CompileReport, counters: Counters, device: torch.device) -> None:
+    def check(
+        cases: list[selfcheck.Case], report: CompileReport, counters: Counters, device: torch.device, compiler: PieceCompiler
+    ) -> None:
         rehearsal = selfcheck.find_kernels(cases, 90)
         noted.extend({launcher.name} for launcher, _, _ in rehearsal.wanted.values())
 
@@ -82,6 +85,6 @@ def test_a_compiled_function_lies_on_the_gpu_of_any_weight_or_argument() -> None
 def test_a_comparison_is_told_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot be read from weights: a piece may have none."""
     given: list[torch.device] = []
-    monkeypatch.setattr(driver, "check_pieces", lambda cases, report, counters, device: given.append(device))
+    monkeypatch.setattr(driver, "check_pieces", lambda cases, report, counters, device, compiler: given.append(device))
     rung.wrap(lambda x: x * 2 + 1, dynamic={"x": {0: "rows"}})(torch.ones(3))
     assert given == [torch.device("cpu")]

@@ -197,7 +197,13 @@ def test_a_piece_of_another_format_is_a_miss_and_not_an_error(tmp_path: Path) ->
     factors = {"piece": "p", "sizes": [1, 8], **code.values(code_only=True)}
     digest = store.put_blob(b'{"version": 99}')
     manifest = Manifest(
-        kind="pieces", key=key_of(factors), title="p", factors=factors, seconds={"compile": 1.0}, blobs=(digest,), data={"bound": None}
+        kind="pieces",
+        key=key_of(factors),
+        title="p",
+        factors=factors,
+        seconds={"compile": 1.0},
+        blobs=(digest,),
+        data={"bound": None, "compared": True},
     )
     store.put(manifest)
     with pytest.warns(RuntimeWarning, match="is no artifact of version 1"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -798,6 +799,84 @@ def test_backend_of_torch_compile_with_several_graphs_and_views() -> None:
     x = torch.randn(4, 6)
     assert_same(function(x), breaks_in_two(x))
     assert_same(function(x[:, ::2]), breaks_in_two(x[:, ::2]))
+
+
+def scaled_by(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+def places(x: torch.Tensor) -> torch.Tensor:
+    return torch.nonzero(x > 0) + 1
+
+
+BACKEND_CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
+    "a float that changes": (scaled_by, [(torch.ones(3, 4), factor) for factor in (1.5, 2.5, 3.5)]),
+    "a size that depends on values": (places, [(torch.tensor([1.0, -1.0, 2.0]),), (torch.ones(3),)]),
+}
+
+
+@pytest.mark.parametrize("case", BACKEND_CALLS)
+def test_backend_of_torch_compile_runs_eagerly_what_it_cannot_compile(case: str) -> None:
+    torch._dynamo.reset()
+    function, calls = BACKEND_CALLS[case]
+    compiled = torch.compile(function, backend=rung.api.dynamo_backend, fullgraph=True)
+    before = rung.counters["eager.values"]
+    for arguments in calls:
+        assert_same(compiled(*arguments), function(*arguments))
+    assert rung.counters["eager.values"] > before
+
+
+# --- tensors without strides ---------------------------------------------------------------------------------------------------------
+
+OTHER_LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(3, 8).to_sparse(),
+    "CSR": lambda: torch.eye(3, 8).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3, 8), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)]),
+}
+
+
+class AsItIs(nn.Module):
+    """Takes tensors of every layout."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+@pytest.mark.parametrize("first", ["dense", "other"])
+def test_argument_without_strides_runs_eagerly(layout: str, first: str) -> None:
+    module = rung.wrap(AsItIs())
+    x = OTHER_LAYOUTS[layout]()
+    if first == "dense":
+        module(torch.ones(3, 8))
+    result = module(x)
+    assert (result.layout, result.is_quantized, result.is_nested) == (x.layout, x.is_quantized, x.is_nested)
+    assert module.rung.counters["eager.layout"] == 1
+
+
+class HasBuffer(nn.Module):
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("buffer", buffer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(self.buffer, x) + 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layout", ["sparse", "CSR"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_buffer_without_strides_runs_eagerly(layout: str, when: str) -> None:
+    x = torch.randn(8, 2)
+    eager = HasBuffer(OTHER_LAYOUTS[layout]())
+    module = rung.wrap(HasBuffer(torch.ones(3, 8) if when == "after" else eager.buffer))
+    if when == "after":
+        module(x)
+        module.buffer = eager.buffer
+    assert_same(module(x), eager(x))
+    assert module.rung.counters["eager.layout"] == 1
 
 
 def test_the_report_has_the_memory_of_graphs_by_size() -> None:

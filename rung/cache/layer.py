@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +107,8 @@ class Layer:
     def write(self, path: Path, data: bytes) -> None:
         """Raises `OSError`."""
         self.check_owner(path.parent)
+        if path.is_dir() and not path.is_symlink():
+            self._set_aside(path)  # no rename puts a file where a folder is
         write_file(self.disk, path, data)
 
     def touch(self, path: Path) -> None:
@@ -119,6 +122,8 @@ class Layer:
             aside = self.root / QUARANTINE / f"{path.parent.name}.{path.name}"
             with contextlib.suppress(OSError):
                 aside.parent.mkdir(exist_ok=True, mode=0o700)
+                if path.is_dir() or aside.is_dir():  # what lies there cannot be replaced
+                    aside = Path(tempfile.mkdtemp(dir=aside.parent)) / aside.name
                 os.replace(path, aside)
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import click
 
-from rung.errors import CacheMissError, RungError
+from rung.errors import CacheMissError, InternalError, RungError
 
 EXIT_INTERRUPTED = 130  # Ctrl-C: 128 and the number of SIGINT, as shells have it
 EXIT_MISS = 3  # a hit in the store was required
 EXIT_USER_ERROR = 2  # the same as click's for a wrong option
 EXIT_BUG = 1
+_STATUS: dict[type[RungError], int] = {CacheMissError: EXIT_MISS, InternalError: EXIT_BUG}
 _DEBUG = "rung.debug"
 
 
@@ -54,7 +55,7 @@ def _shown(ctx: click.Context) -> Iterator[None]:
             raise
         if isinstance(error, RungError):
             show_error(error.message, error.hint)
-            ctx.exit(EXIT_MISS if isinstance(error, CacheMissError) else EXIT_USER_ERROR)
+            ctx.exit(next((status for kind, status in _STATUS.items() if isinstance(error, kind)), EXIT_USER_ERROR))
         show_error(f"{type(error).__name__}: {error}", "this looks like a bug: run again with --debug for the traceback")
         ctx.exit(EXIT_BUG)
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rung.graphs import Ladder
 
 
+_LARGEST = 1 << 20  # every step up to it is looked at
+
+
 @click.group(cls=CommandGroup, invoke_without_command=True)
 @click.option("--max", "maximum", type=int, help="The largest size that will ever come; default: the largest of --sizes, else 512.")
 @click.option("--sizes", metavar="N,N,...", callback=integers, help="Capture these sizes instead of the default series.")
@@ -26,8 +29,12 @@ def ladder(ctx: click.Context, maximum: int | None, sizes: tuple[int, ...] | Non
     """Print the capture sizes and their padding; check them, or choose them for recorded steps."""
     if ctx.invoked_subcommand is not None:
         return
+    from rung.errors import LadderError
     from rung.graphs.ladder import DEFAULT_TOP, Ladder
 
+    top = max(maximum or 0, *(sizes or (0,)))
+    if top > _LARGEST:
+        raise LadderError(f"--{'max' if top == maximum else 'sizes'}: {top} is above {_LARGEST}", hint="no step has that many tokens")
     chosen = Ladder.custom(sizes, maximum) if sizes else Ladder.up_to(DEFAULT_TOP if maximum is None else maximum)
     if trim is not None:
         chosen = chosen.trimmed(trim)

@@ -79,7 +79,7 @@ def precompile(
     with use_store(**({} if out is None else {"root": out, "bases": ()})):
         top = open_store().top
         if top is None:
-            raise ConfigError("the store is read-only or off, so nothing can be kept", hint="leave RUNG_CACHE_MODE unset, or name --out")
+            raise ConfigError("the store is read-only or off, so nothing can be kept", hint="leave RUNG_CACHE_MODE unset")
         tuned = _keep_tuning(tuning, elsewhere)
         results = run_jobs(wanted, at_once=jobs)
     seconds = time.perf_counter() - start

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rung.errors import ConfigError
+from rung import torch_compat
+from rung.errors import ConfigError, RungError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named arguments
 
@@ -29,12 +32,13 @@ def import_object(text: str, option: str) -> Any:
         raise ConfigError(f"{option}: expected module:attr, got {text!r}", hint="for example examples.wrap_mlp:build")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{option}: {module_name!r} cannot be imported: {error}", hint="run from the folder that holds the module"
-        ) from error
+    with _users(f"{option}: {module_name!r} cannot be imported"):
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ImportError as error:
+            raise ConfigError(
+                f"{option}: {module_name!r} cannot be imported: {error}", hint="run from the folder that holds the module"
+            ) from error
     for part in path.split("."):
         if not hasattr(found, part):
             raise ConfigError(f"{option}: {module_name!r} has no {path!r}", hint="name an attribute of the module")
@@ -64,10 +68,25 @@ def missing_inputs(text: str) -> ConfigError:
 def _module_of(found: Any, text: str) -> nn.Module:
     """The `nn.Module` that a target names: an instance, or a class or function that builds one without arguments."""
     if not isinstance(found, nn.Module) and callable(found):
-        found = found()
+        with _users(f"TARGET: {text}() failed"):
+            found = found()
     if not isinstance(found, nn.Module):
         raise ConfigError(f"{text} is a {type(found).__name__}, not an nn.Module", hint="name a module, or a function that returns one")
     return found.eval().requires_grad_(False)
+
+
+@contextmanager
+def _users(what: str) -> Iterator[None]:
+    """The user's code runs inside of the block: its errors become a `ConfigError`, those of rung are left."""
+    try:
+        yield
+    except RungError:
+        raise
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if torch_compat.is_user_file(frame.filename)]
+        place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames and not frames[-1].filename.startswith("<") else ""
+        hint = "run again with --debug for the traceback"
+        raise ConfigError(f"{what}{place}: {type(error).__name__}: {error}", hint=hint) from error
 
 
 class InputBuilder:
@@ -81,7 +100,8 @@ class InputBuilder:
         """The arguments for `size`, on the device; random numbers drawn from torch's generator depend on `seed`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made = self._function(size)
+            with _users(f"--inputs: the function failed for size {size}"):
+                made = self._function(size)
         if isinstance(made, Mapping):
             return (), {name: self._place(value) for name, value in made.items()}
         values = made if isinstance(made, tuple | list) else (made,)
@@ -94,7 +114,12 @@ class InputBuilder:
 def growing_dims(module: nn.Module, build: InputBuilder, sizes: tuple[int, int], name: str) -> dict[str, dict[int, str]]:
     """Argument -> {dim: name}: the dimensions that differ between the inputs of two sizes. Raises `ConfigError` when there is none."""
     signature = inspect.signature(module.forward)
-    small, large = (signature.bind(*args, **kwargs).arguments for args, kwargs in map(build, sizes))
+    made = [build(size) for size in sizes]
+    try:
+        small, large = (signature.bind(*args, **kwargs).arguments for args, kwargs in made)
+    except TypeError as error:
+        hint = "return the arguments of forward: one, a tuple, or a mapping of names"
+        raise ConfigError(f"--inputs: they do not fit forward: {error}", hint=hint) from error
     dims: dict[str, dict[int, str]] = {}
     for argument, value in small.items():
         if not isinstance(value, torch.Tensor):

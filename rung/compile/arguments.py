@@ -53,6 +53,11 @@ def _walk(name: str, accesses: tuple[Access, ...], value: Any) -> Iterator[Leaf]
         yield Path(name, accesses), value
 
 
+def has_strides(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is memory with sizes and strides alone: not sparse, quantized, nested, or in the layout of another library."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
 def signature_of(found: list[Leaf], dims: Mapping[str, Mapping[int, str]]) -> Signature:
     """What must be equal for two calls to share a trace. Sizes of dynamic dimensions are not part of it."""
     return tuple((path, _leaf_signature(path, value, dims)) for path, value in found)

@@ -23,12 +23,13 @@ from rung.counters import Count, Counters
 def compile_graph(graph_module: fx.GraphModule, counters: Counters | None = None) -> Callable[..., Any]:
     """Split, compile and stitch a graph from Dynamo; the result takes the graph's inputs and returns its flat outputs as a list.
 
-    Compiled code is for inference: under autocast, which Dynamo leaves to its backend, and where a gradient is wanted the graph runs as it
-    is, counted with the reason."""
+    Compiled code is for inference: under autocast, which Dynamo leaves to its backend, where a gradient is wanted, and where a value is
+    read on the host the graph runs as it is, counted with the reason."""
     counters = Counters() if counters is None else counters
+    reason = _eager_reason(graph_module.graph)
+    if reason is not None:
+        return _eagerly(graph_module, counters, reason)
     original = copy.deepcopy(graph_module)  # splitting changes the graph
-    if _autocast():
-        return _eagerly(original, counters, EagerReason.AUTOCAST)
     eagerly = _eagerly(original, counters, EagerReason.GRADIENT)
     compiled = _compile(graph_module, counters)
 
@@ -40,8 +41,20 @@ def compile_graph(graph_module: fx.GraphModule, counters: Counters | None = None
     return run
 
 
-def _autocast() -> bool:
-    return any(torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda"))
+def _eager_reason(graph: fx.Graph) -> EagerReason | None:
+    """Why no call of a graph can run compiled."""
+    if any(torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda")):
+        return EagerReason.AUTOCAST
+    given: set[Any] = set()
+    for node in graph.nodes:
+        values = node.meta.get("example_value")
+        for value in values if isinstance(values, tuple | list) else (values,):
+            symbols = torch_compat.free_symbols(value)
+            if node.op == "placeholder":
+                given |= symbols
+            if isinstance(value, torch.SymFloat) or not symbols <= given:  # Dynamo hands a float that changes over in a tensor
+                return EagerReason.VALUES
+    return None
 
 
 def _eagerly(graph_module: fx.GraphModule, counters: Counters, reason: EagerReason) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from rung import config as configuration
 from rung import torch_compat
 from rung.cache import open_store
-from rung.compile.arguments import Leaf, Signature, dynamic_dims, leaves, signature_of
+from rung.compile.arguments import Leaf, Signature, dynamic_dims, has_strides, leaves, signature_of
 from rung.compile.driver import Driver
 from rung.compile.fingerprint import RuntimeState
 from rung.compile.paths import Path
@@ -37,10 +37,12 @@ class EagerReason(StrEnum):
     GRADIENT = "gradient"  # a gradient could be asked for; compiled functions are for inference
     AUTOCAST = "autocast"  # the ambient autocast would change the dtypes that were traced
     TENSOR_SUBCLASS = "tensor_subclass"  # an argument is no plain tensor
+    LAYOUT = "layout"  # an argument, a parameter or a buffer is sparse, quantized or nested
     SHARED_MEMORY = "shared_memory"  # the function writes a tensor that shares memory with another argument
     EMPTY = "empty"  # a dynamic dimension has size 0; code is generated for sizes from 1
     LAZY_STATE = "lazy_state"  # forward makes attributes at its first call that later ones read
     META = "meta"  # an argument has no memory
+    VALUES = "values"  # a graph of torch.compile reads a number or a size from a tensor
     TRANSFORM = "transform"  # somebody watches or transforms single operations: a dispatch mode, torch.func, torch.jit.trace
 
 
@@ -217,6 +219,8 @@ class Entry(RuntimeState):
             return EagerReason.DISABLED
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             return EagerReason.TENSOR_SUBCLASS
+        if not all(map(has_strides, (*tensors, *self._weights()))):
+            return EagerReason.LAYOUT
         if torch_compat.transforming():
             return EagerReason.TRANSFORM
         if any(tensor.is_meta for tensor in tensors):
@@ -232,6 +236,9 @@ class Entry(RuntimeState):
 
     def _weights_need_grad(self) -> bool:
         return isinstance(self.owner, torch.nn.Module) and any(parameter.requires_grad for parameter in self.owner.parameters())
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        return itertools.chain(self.owner.parameters(), self.owner.buffers()) if isinstance(self.owner, torch.nn.Module) else iter(())
 
     def weights_changed(self, *, recapture: bool = False) -> None:
         """Read the module's tensors again, after parameters were replaced; `recapture` captures again what was captured."""

@@ -52,6 +52,8 @@ def _tied(module: nn.Module) -> list[list[str]]:
 
 
 def tensor_layout(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.is_nested:  # neither has strides
+        return f"{tensor.dtype} {tensor.layout} {'nested' if tensor.is_nested else tuple(tensor.shape)} {tensor.device.type}"
     return f"{tensor.dtype} {tuple(tensor.shape)} {tuple(tensor.stride())} {tensor.device.type}"
 
 

@@ -56,33 +56,42 @@ class StoredPlans:
                 reason = "the plan under this key is damaged"
                 _warn(reason)
                 continue
-            changed = next((ref.qualname for ref in plan.sources if current_digest(ref) != ref.digest), None)
+            changed = _changed(plan)
             if not _fits(plan, tensors):
                 reason = "the plan under this key serves another size"
-            elif changed is not None:
+            elif changed:
                 reason = f"the source of {changed} changed or cannot be found"
             elif violated := violation(plan):
                 reason = f"the plan under this key was traced when {violated}"
             else:
                 return Found(plan, "", sum(data["seconds"].values()), list(data["passes"]))
-        return Found(None, reason)
+        lost = manifest.data.get("lost")
+        return Found(None, f"not cacheable: nothing leads to the source of {lost} from another process" if lost else reason)
 
     def keep(
         self, key: str, factors: Factors, plan: CompilePlan, seconds: Mapping[str, float], passes: Sequence[Any], blobs: Collection[str]
     ) -> None:
-        """`blobs` are all that the plan's pieces need. Raises `CacheError` when the disk refuses."""
+        """`blobs` are all that the plan's pieces need. A plan that no process could find again is not kept, only the reason. Raises
+        `CacheError` when the disk refuses."""
         older: list[Any] = []
         with suppress(ArtifactError):
             found = self.store.get(KIND, key)
-            older = [] if found is None else found.data["plans"][: _MAX_CANDIDATES - 1]
-        plans = [{**plan.to_json(), "seconds": dict(seconds), "passes": list(passes), "blobs": list(blobs)}, *older]
+            older = [] if found is None else found.data["plans"]
+        lost = _changed(plan)
+        kept = {**plan.to_json(), "seconds": dict(seconds), "passes": list(passes), "blobs": list(blobs)}
+        plans = older if lost else [kept, *older[: _MAX_CANDIDATES - 1]]
         named = tuple(dict.fromkeys(digest for data in plans for digest in data["blobs"]))
-        data = {"plans": plans}
+        data = {"plans": plans, **({"lost": lost} if lost else {})}
         self.store.put(Manifest(kind=KIND, key=key, title=plan.entry, factors=factors.values(), seconds=seconds, blobs=named, data=data))
 
 
 def _warn(damage: str) -> None:
     warnings.warn(f"a stored plan could not be used and is built again: {damage}", RuntimeWarning, stacklevel=3)
+
+
+def _changed(plan: CompilePlan) -> str:
+    """The first function of a plan whose source is another one now, or cannot be found; an empty text when there is none."""
+    return next((ref.name for ref in plan.sources if current_digest(ref) != ref.digest), "")
 
 
 def _fits(plan: CompilePlan, tensors: Sequence[tuple[Path, torch.Tensor]]) -> bool:

@@ -102,6 +102,30 @@ def test_a_blob_of_another_size_is_damaged(damage: bytes, store: Store) -> None:
         store.get_blob(digest)
 
 
+@pytest.mark.parametrize("how", ["read", "not read"])
+@pytest.mark.parametrize("held", [[], ["file"]], ids=["empty", "full"])
+def test_a_folder_in_the_place_of_a_file_is_set_aside(how: str, held: list[str], store: Store) -> None:
+    for _ in range(2):
+        digest = entry(store)
+        for path in (root(store) / "blobs" / digest, root(store) / "pieces" / "key.json"):
+            path.unlink()
+            path.mkdir()
+            for name in held:
+                (path / name).touch()
+        if how == "read":
+            with pytest.raises(ArtifactError):
+                store.get_blob(digest)
+            with pytest.raises(ArtifactError):
+                store.get("pieces", "key")
+    digest = entry(store)
+    assert store.get_blob(digest) == b"data"
+    assert store.get("pieces", "key") is not None
+    (root(store) / "blobs" / digest).write_bytes(b"dara")
+    with pytest.raises(ArtifactError, match="damaged"):
+        store.get_blob(digest)
+    assert not (root(store) / "blobs" / digest).exists()
+
+
 def test_absent_blob_is_an_error_with_a_hint(store: Store) -> None:
     with pytest.raises(ArtifactError, match=r"(?s)cannot be read.*hint: "):
         store.get_blob("0" * 64)

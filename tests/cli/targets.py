@@ -58,4 +58,12 @@ def fixed(size: int) -> torch.Tensor:
     return torch.randn(3, 4)
 
 
+def fails(size: int = 1) -> torch.Tensor:
+    raise ValueError("not here")
+
+
+def too_many(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows(size), rows(size)
+
+
 NUMBER = 7

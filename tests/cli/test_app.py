@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from rung import __version__
-from rung.errors import UnknownModelError
+from rung.errors import InternalError, UnknownModelError
 from tests.cli.conftest import refused
 
 
@@ -47,6 +47,15 @@ def test_unexpected_error_asks_for_debug(rung: Callable[..., Result], monkeypatc
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ZeroDivisionError")
     assert "--debug" in result.stderr
+
+
+def test_an_invariant_that_does_not_hold_is_a_bug(rung: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise InternalError("this cannot be", hint="report it")
+
+    monkeypatch.setattr("rung.cli.doctor.examine", broken)
+    result = rung("doctor")
+    assert (result.exit_code, result.stderr) == (1, "error: this cannot be\nhint: report it\n")
 
 
 @pytest.mark.parametrize("words", [("doctor",), ("doctor", "--debug")], ids=" ".join)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,32 @@ def test_quantised_model_is_timed(rung: Rung) -> None:
 def test_quantising_a_module_target_is_refused(rung: Rung) -> None:
     message = refused(rung("bench", "tests.cli.targets:Scale", *ROWS, "--quantize", "fp8", *QUICK))
     assert "are for models" in message
+
+
+@pytest.mark.parametrize(
+    ("target", "inputs", "why"),
+    [
+        (
+            "tests.cli.targets:fails",
+            "tests.cli.targets:rows",
+            r"TARGET: tests.cli.targets:fails\(\) failed at \S+targets.py:\d+: ValueError: not",
+        ),
+        (
+            "tests.cli.targets:Scale",
+            "tests.cli.targets:fails",
+            r"--inputs: the function failed for size \d+ at \S+targets.py:\d+: ValueError: not",
+        ),
+        ("tests.cli.targets:Scale", "tests.cli.targets:too_many", "--inputs: they do not fit forward: too many positional"),
+        (
+            "rung_test_broken:build",
+            "tests.cli.targets:rows",
+            r"TARGET: 'rung_test_broken' cannot be imported at \S+broken.py:1: ZeroDivisionError",
+        ),
+    ],
+)
+def test_errors_of_the_code_that_a_target_names_are_no_bugs(
+    target: str, inputs: str, why: str, rung: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rung_test_broken.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert re.search(why, " ".join(refused(rung("bench", target, "--inputs", inputs, "--sizes", "2", *QUICK)).split()))

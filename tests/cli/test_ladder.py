@@ -38,6 +38,11 @@ def test_size_above_the_maximum_is_refused(rung: Callable[..., Result]) -> None:
     assert "above the maximum 8" in refused(rung("ladder", "--max", 8, "--sizes", "4,9"))
 
 
+@pytest.mark.parametrize("option", ["--max", "--sizes"])
+def test_size_that_no_step_has_is_refused(option: str, rung: Callable[..., Result]) -> None:
+    assert f"{option}: 99999999999 is above 1048576" in refused(rung("ladder", option, "99999999999"))
+
+
 def test_size_that_is_no_number_is_a_usage_error(rung: Callable[..., Result]) -> None:
     result = rung("ladder", "--sizes", "4,x")
     assert result.exit_code == 2

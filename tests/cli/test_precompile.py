@@ -47,7 +47,10 @@ def test_wrong_targets_are_refused(words: tuple[str, ...], why: str, rung: Calla
 
 def test_a_store_that_is_off_is_refused(rung: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNG_CACHE_MODE", "off")
-    assert "nothing can be kept" in refused(rung("precompile", *TARGET))
+    for words in (TARGET, (*TARGET, "--out", "store")):
+        error = refused(rung("precompile", *words))
+        assert "nothing can be kept" in error
+        assert "hint: leave RUNG_CACHE_MODE unset\n" in error
 
 
 @pytest.mark.parametrize("ranges", ["2:8", "x", "0"])

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import collections
+import contextlib
+import importlib
+import os
 import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from rung.compile.sources import SourceRef, current_digest, source_refs, type_refs
+from rung.compile.sources import SourceRef, code_digest, current_digest, source_refs, type_refs
 from tests.compile.cases import Net, Output
 
 
@@ -33,10 +39,45 @@ def test_nested_function_is_covered_by_the_one_around_it() -> None:
     assert [ref.qualname for ref in source_refs(codes)] == ["outer"]
 
 
-def test_nested_function_alone_is_never_found_again() -> None:
+def test_nested_function_alone_is_found_in_the_one_around_it() -> None:
     outer(torch.zeros(1))
     (ref,) = source_refs([outer.inner.__code__])  # type: ignore[attr-defined]
-    assert current_digest(ref) is None
+    assert (ref.qualname, current_digest(ref)) == ("outer", ref.digest)
+
+
+def test_function_of_python_is_covered_by_its_version() -> None:
+    codes = [os.environ.encodekey.__code__, contextlib.contextmanager.__code__, collections.Counter.update.__code__]
+    assert source_refs([*codes, *(inner for inner in codes[1].co_consts if isinstance(inner, types.CodeType))]) == ()
+
+
+def test_function_that_its_name_does_not_lead_to_is_found_in_the_text_of_the_module() -> None:
+    (ref,) = source_refs([doubled.__code__])
+    assert (ref.module, ref.qualname, current_digest(ref)) == (__name__, "", ref.digest)
+
+
+def test_function_without_a_file_has_its_bytecode() -> None:
+    codes = [types.FunctionType(compile(f"lambda x: x + {number}", "none", "eval").co_consts[0], {}).__code__ for number in (1, 2, 1)]
+    first, second, third = map(code_digest, codes)
+    assert first == third != second
+
+
+def test_function_that_nothing_leads_to_is_never_found_again() -> None:
+    (ref,) = source_refs([compile("lambda x: x", "none", "eval").co_consts[0]])
+    assert (ref.name, current_digest(ref)) == ("<lambda>", None)
+
+
+def test_file_that_was_edited_after_its_import_is_another_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    digests = []
+    for text in ("def f(x):\n    return x + 1\n", "def f(x):\n    return x + 200\n"):
+        (tmp_path / "rung_test_edited.py").write_text(text)
+        module = sys.modules.get("rung_test_edited") or importlib.import_module("rung_test_edited")
+        digests.append(source_refs([module.f.__code__])[0].digest)
+    del sys.modules["rung_test_edited"]
+    importlib.import_module("rung_test_edited")
+    assert current_digest(SourceRef("rung_test_edited", "f", "")) not in digests
+    del sys.modules["rung_test_edited"]
 
 
 @pytest.mark.parametrize("ref", [SourceRef("", "f", ""), SourceRef("no.such", "f", ""), SourceRef("tests.compile.cases", "gone", "")])
@@ -50,6 +91,7 @@ def test_class_of_an_output_counts() -> None:
     assert (ref.qualname, current_digest(ref)) == (Output.__qualname__, ref.digest)
 
 
+doubled = lambda x: x * 2  # noqa: E731
 FACTOR = 2.0
 
 

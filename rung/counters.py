@@ -16,7 +16,7 @@ from enum import StrEnum
 
 class Count(StrEnum):
     """What is counted. Steps by mode and reason are counted beside these, as `step.<mode>.<reason>`,
-    loads of pieces that Inductor's loader made as `stock_load.<reason>`."""
+    loads of pieces that Inductor's loader made as `stock_load.<reason>`, pieces that were not compared as `uncompared_piece.<reason>`."""
 
     DYNAMO_TRACES = "dynamo_traces"
     INDUCTOR_COMPILES = "inductor_compiles"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -13,57 +15,112 @@ from rung import torch_compat
 from rung.compile.artifact import PieceLoader, stock_call
 from rung.compile.bound import StepCall
 from rung.compile.build import SplitGraph
-from rung.compile.fake_kernels import CheckedInterpreter
 from rung.compile.piece_compiler import PieceCompiler, StoredPiece
 from rung.compile.pieces import Piece
 from rung.compile.plan import CompilePlan
 from rung.compile.report import CompileReport
+from rung.compile.rounding import SHAKEN_RUNS, ShakenRun, agree, explained, float_dtypes, tolerance_of
 from rung.compile.split import mutates
+from rung.compile.synthetic import INTEGERS, GraphRun, own, values_of
 from rung.counters import Count, Counters
-from rung.errors import InternalError
+from rung.errors import InternalError, RungError
 from rung.launch import FirstConfig, Rehearsal, capability_of, launch_road, rehearse_launches
-from rung.launch.alignment import aligned_copy
 
 _log = logging.getLogger(__name__)
 SIZES = (1, 3)  # of every dynamic dimension
-_RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
-# Activations are rounded to e4m3 (2^-4 of a value) in some kernels for a product and not in others, and a piece has up to four in a row.
-RELATIVE_ERROR_E4M3 = 0.1
 
 
-def check_piece(piece: Piece, stock: bytes, entry: StepCall, weights: Sequence[Any], sizes: Sequence[int] = SIZES) -> None:
+class Uncompared(StrEnum):
+    """Why a piece is trusted without a comparison at all sizes; each is counted as `uncompared_piece.<reason>`."""
+
+    RANKS = "ranks"  # it would wait for ranks that may load what this one compiles
+    VALUES = "values"  # the traced graph itself raises on made-up values: an index may start at 1, a sum may need two rows
+    MEMORY = "memory"  # the device has no room for a second run
+
+
+def check_piece(piece: Piece, stock: bytes, entry: StepCall, weights: Sequence[Any], sizes: Sequence[int] = SIZES) -> Uncompared | None:
     """Raises `InternalError` when the loaded entry, Inductor's wrapper (of the serialised piece `stock`) and the traced graph differ at one
-    of `sizes`.
+    of `sizes`; tells why one of them was left out.
 
     Size 1 is checked because the code was generated for sizes from 2: there a dimension of size 1 is addressed like any other, which is
-    right because its only index is 0. A piece that talks to other ranks is not run. `weights` are the module's tensors among the inputs,
-    None elsewhere."""
-    if torch_compat.communicates(piece.graph_module):  # it would wait for ranks that may load what this one compiles
-        return
+    right because its only index is 0. `weights` are the module's tensors among the inputs, None elsewhere."""
+    if torch_compat.communicates(piece.graph_module):
+        return Uncompared.RANKS
     artifact = torch_compat.deserialize_artifact(stock)
-    nodes = list(piece.graph_module.graph.nodes)
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    outputs = next(node for node in reversed(nodes) if node.op == "output").args[0]
-    in_place = any(mutates(node) for node in nodes)
-    least_error = RELATIVE_ERROR_E4M3 if any(_is_fp8(node) for node in nodes) else 0.0
+    runs: dict[str, StepCall] = {"wrapper": lambda given: artifact(*given), "loaded entry": entry}
     generator = torch.Generator().manual_seed(0)
+    reason: Uncompared | None = None
     for size in sizes:
-        values = _values(placeholders, weights, size, generator)
-        runs: dict[str, Callable[[], Sequence[Any]]] = {
-            "graph": lambda: CheckedInterpreter(piece.graph_module).run(*_own(values, in_place)),  # noqa: B023 - called in this iteration
-            "wrapper": lambda: artifact(*_own(values, in_place)),  # noqa: B023
-            "loaded entry": lambda: entry(_own(values, in_place)),  # noqa: B023
-        }
         with torch.no_grad():
-            expected = _run_seeded(runs.pop("graph"), values)
+            graph = _TracedRun.at(piece, weights, size, generator)
+            if isinstance(graph, Uncompared):
+                reason = graph
+                continue
             for name, run in runs.items():
-                came = _run_seeded(run, values)
-                for index, (node, want, got) in enumerate(zip(outputs, expected, came, strict=True)):
-                    if not is_uninitialised(node) and not _agree(want, got, least_error):
-                        raise InternalError(
-                            f"output {index} of a piece differs between its {name} and the traced graph at size {size}",
-                            hint="report it with the files that RUNG_DUMP=<folder> writes",
-                        )
+                index = graph.first_difference(graph.run(run))
+                if index is not None:
+                    raise InternalError(
+                        f"output {index} of a piece differs between its {name} and the traced graph at size {size}",
+                        hint="report it with the files that RUNG_DUMP=<folder> writes",
+                    )
+    return reason
+
+
+class _TracedRun:
+    """What the traced graph makes of one set of values. Raises what it raises on them."""
+
+    def __init__(self, piece: Piece, values: Sequence[Any]) -> None:
+        self._module, self._values = piece.graph_module, values
+        self._nodes = list(piece.graph_module.graph.nodes)
+        self._in_place = any(mutates(node) for node in self._nodes)
+        self._tolerance = tolerance_of(piece.graph_module.graph)
+        self._expected = self.run(lambda given: GraphRun(self._module).run(*given))
+
+    @classmethod
+    def at(cls, piece: Piece, weights: Sequence[Any], size: int, generator: torch.Generator) -> _TracedRun | Uncompared:
+        """A run on the first values that the graph can take."""
+        placeholders = piece.graph_module.graph.find_nodes(op="placeholder")
+        why = ""
+        for integer in INTEGERS:
+            try:
+                return cls(piece, values_of(placeholders, weights, size, generator, integer))
+            except RungError:  # an op that does not return what its fake kernel says
+                raise
+            except torch.OutOfMemoryError:
+                return Uncompared.MEMORY
+            except Exception as error:  # whatever an operation may raise
+                why = f"{type(error).__name__}: {error}"
+        _log.warning("a piece is not compared at size %d, as its graph cannot take made-up values: %s", size, why)
+        return Uncompared.VALUES
+
+    def run(self, call: StepCall) -> Sequence[Any]:
+        """What `call` returns for the same values. Random numbers are the same in every run, and the caller's generators stay where they
+        are."""
+        devices = {value.device.index for value in self._values if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
+        with torch.random.fork_rng(sorted(devices)):
+            torch.manual_seed(0)
+            return call(own(self._values, self._in_place))
+
+    def first_difference(self, came: Sequence[Any]) -> int | None:
+        """The first output that differs by more than rounding."""
+        outputs = self._nodes[-1].args[0]
+        for index, (node, want, got) in enumerate(zip(outputs, self._expected, came, strict=True)):
+            if is_uninitialised(node) or agree(want, got, self._tolerance):
+                continue
+            if not explained(want, got, [run[index] for run in self._shaken]):
+                return index
+        return None
+
+    @functools.cached_property
+    def _shaken(self) -> list[Sequence[Any]]:
+        """Made when something differs, and not before: on a device each is a run of the whole piece."""
+        if not float_dtypes(self._module.graph):
+            return []
+        try:
+            return [self.run(lambda given, seed=seed: ShakenRun(self._module, seed).run(*given)) for seed in range(SHAKEN_RUNS)]  # type: ignore[misc]
+        except Exception as error:  # values that were moved may be none for an operation; the difference stands
+            _log.warning("a piece cannot tell how far its rounding goes: %s: %s", type(error).__name__, error)
+            return []
 
 
 Case = tuple[Piece, StoredPiece, Sequence[Any]]  # a piece, what it was compiled to, the module's tensors among its inputs
@@ -99,10 +156,12 @@ def check_pieces(
             artifact = found.artifact
             entry, _ = loader.bind(artifact, FirstConfig())
             try:
-                check_piece(piece, found.blobs[artifact.stock], entry, weights, sizes)
+                reason = check_piece(piece, found.blobs[artifact.stock], entry, weights, sizes)
             except Exception:
                 compiler.forget(found)
                 raise
+            if reason is not None:
+                counters.add(f"uncompared_piece.{reason}")
     loader.unload()
 
 
@@ -125,53 +184,10 @@ def find_kernels(cases: Iterable[Case], capability: int, sizes: Sequence[int] = 
             run = torch_compat.memoryless(stock_call(found.blobs[found.artifact.stock]))
             placeholders = piece.graph_module.graph.find_nodes(op="placeholder")
             for size in sizes:
-                values = _values(placeholders, weights, size, generator)
+                values = values_of(placeholders, weights, size, generator)
                 with torch_compat.fakes_of(values) as fakes:
                     run(fakes)
     return rehearsal
-
-
-def _values(placeholders: Sequence[torch.fx.Node], weights: Sequence[Any], size: int, generator: torch.Generator) -> list[Any]:
-    return [
-        _sample(node.meta["example_value"], size, generator) if weight is None else weight
-        for node, weight in zip(placeholders, weights, strict=True)
-    ]
-
-
-def _run_seeded(run: Callable[[], Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:
-    """Random numbers are the same in every run, and the caller's generators stay where they are."""
-    devices = {value.device.index for value in values if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(devices)):
-        torch.manual_seed(0)
-        return run()
-
-
-def _is_fp8(node: torch.fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn
-
-
-def _agree(want: Any, got: Any, least_error: float) -> bool:
-    """Equal up to rounding: fused code rounds fewer intermediates, and libraries sum in other orders."""
-    if not isinstance(want, torch.Tensor):
-        return bool(want == got)
-    if want.shape != got.shape or want.dtype != got.dtype:
-        return False
-    if not want.dtype.is_floating_point:
-        return torch.equal(want, got)
-    difference = (want.double().nan_to_num() - got.double().nan_to_num()).norm()
-    allowed = max(least_error, _RELATIVE_ERROR.get(want.dtype, 1e-4))
-    return bool(difference <= allowed * want.double().nan_to_num().norm())
-
-
-def _own(values: Sequence[Any], in_place: bool) -> list[Any]:
-    """Inputs that a run may write: copies of everything when the piece writes at all, of the buffers always (batch norm counts in them)."""
-    return [_copy(value) if in_place or not isinstance(value, torch.nn.Parameter) else value for value in values]
-
-
-def _copy(value: Any) -> Any:
-    """A copy of the same layout: `clone` makes views of a wider buffer dense, and pieces are compiled for exact strides."""
-    return aligned_copy(value) if isinstance(value, torch.Tensor) else value
 
 
 def is_uninitialised(node: torch.fx.Node) -> bool:
@@ -180,14 +196,3 @@ def is_uninitialised(node: torch.fx.Node) -> bool:
     if name in ("empty", "empty_like", "new_empty", "empty_strided"):
         return True
     return name in ("view", "reshape", "flatten", "unsqueeze", "transpose") and is_uninitialised(node.all_input_nodes[0])
-
-
-def _sample(value: Any, size: int, generator: torch.Generator) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return torch_compat.evaluate_size(value, size)
-    shape = [torch_compat.evaluate_size(extent, size) for extent in value.shape]
-    stride = [torch_compat.evaluate_size(extent, size) for extent in value.stride()]
-    result = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-    if value.dtype.is_floating_point:
-        return result.copy_(torch.randn(shape, generator=generator) * 0.5)
-    return result.zero_()  # integers are mostly indices; 0 is valid for all of them

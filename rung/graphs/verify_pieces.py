@@ -15,7 +15,8 @@ from rung.compile.bound import BoundStep
 from rung.compile.build import SplitGraph
 from rung.compile.compiled import CompiledFunction
 from rung.compile.pieces import Piece
-from rung.compile.selfcheck import RELATIVE_ERROR_E4M3, is_uninitialised
+from rung.compile.rounding import RELATIVE_ERROR_E4M3, float_dtypes
+from rung.compile.selfcheck import is_uninitialised
 from rung.graphs.verify import TOLERANCES, relative_error
 
 _E4M3 = torch.float8_e4m3fn
@@ -62,8 +63,7 @@ def _error(piece: Piece, got: Sequence[Any], want: Sequence[Any]) -> float:
 
 
 def _tolerance(piece: Piece) -> float:
-    values = [node.meta.get("example_value") for node in piece.graph_module.graph.nodes]
-    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    dtypes = float_dtypes(piece.graph_module.graph)
     if _E4M3 in dtypes:
         return RELATIVE_ERROR_E4M3
     halves = [TOLERANCES[dtype] for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)]

@@ -70,6 +70,15 @@ from rung.torch_compat.passes import EARLY_OPTION, PASS_OPTION, StopCompile, gra
 from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
 from rung.torch_compat.profiling import profiling
+from rung.torch_compat.reinplace import (
+    LATE_OPTION,
+    change_reads,
+    is_opaque_update,
+    is_result,
+    scatters_view,
+    updated_argument,
+    updated_arguments,
+)
 from rung.torch_compat.scaled_mm import scaled_mm
 from rung.torch_compat.sizes import (
     bounding_constant,
@@ -111,6 +120,7 @@ __all__ = [
     "EARLY_OPTION",
     "FreshSymbols",
     "GPUS",
+    "LATE_OPTION",
     "NoTensorOpsError",
     "OpOverload",
     "PASS_OPTION",
@@ -122,6 +132,7 @@ __all__ = [
     "bounding_constant",
     "call_device_kernel",
     "capture_graph",
+    "change_reads",
     "communicates",
     "compile_lock",
     "compile_piece",
@@ -148,7 +159,9 @@ __all__ = [
     "is_capture_error",
     "is_fake",
     "is_op",
+    "is_opaque_update",
     "is_python_op",
+    "is_result",
     "is_size_decision",
     "is_user_file",
     "place",
@@ -179,6 +192,7 @@ __all__ = [
     "readable",
     "resolved_symbol",
     "run_memoryless",
+    "scatters_view",
     "serialize_artifact",
     "single_overload",
     "start_workers",
@@ -196,6 +210,8 @@ __all__ = [
     "triton_parameters",
     "triton_version",
     "unproved_relations",
+    "updated_argument",
+    "updated_arguments",
     "upper_bound",
     "where_fixed",
     "why_no_pretending",

@@ -16,6 +16,7 @@ from torch import fx
 
 from rung import torch_compat
 from rung.passes import ir, lowering
+from rung.passes.cleanup.keep_apart import KeepApart
 from rung.passes.cleanup.kept_copies import KeepCopies
 from rung.passes.fused_ops import FUSED_OPS
 from rung.passes.ir import IR_OPS
@@ -64,7 +65,7 @@ class PassManager:
         """Identity of everything this manager may do to a graph; `tag` separates pieces that Inductor's own key does not."""
         sources = [inspect.getsource(lowering), *(inspect.getsource(inspect.getmodule(op.body) or ir) for op in (*IR_OPS, *FUSED_OPS))]
         parts = [tag, *sources, *(f"{item.name}:{item.uuid()}" for item in self.passes), "late"]
-        parts += [KeepCopies().uuid(), *(item.uuid() for item in self.providers)]
+        parts += [KeepCopies().uuid(), KeepApart().uuid(), *(item.uuid() for item in self.providers)]
         return hashlib.sha256("\0".join([*parts, *(f"{item.name}:{item.uuid()}" for item in self.late)]).encode()).hexdigest()
 
     def check(self) -> None:
@@ -110,10 +111,16 @@ class PassManager:
 
         identity = uuid.uuid4().bytes if stop else self.uuid(tag).encode()
         return {
-            torch_compat.EARLY_OPTION: torch_compat.graph_pass(_keep_copies, KeepCopies().uuid().encode()),
+            torch_compat.EARLY_OPTION: torch_compat.graph_pass(_before_rewrites, (KeepCopies().uuid() + KeepApart().uuid()).encode()),
             torch_compat.PASS_OPTION: torch_compat.graph_pass(run_and_stop if stop else self.run, identity),
+            torch_compat.LATE_OPTION: torch_compat.graph_pass(_behind_rewrites, KeepApart().uuid().encode()),
         }
 
 
-def _keep_copies(graph: fx.Graph) -> None:
+def _before_rewrites(graph: fx.Graph) -> None:
+    KeepApart().note(graph)
     KeepCopies().run(graph)
+
+
+def _behind_rewrites(graph: fx.Graph) -> None:
+    KeepApart().run(graph)

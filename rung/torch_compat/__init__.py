@@ -74,6 +74,15 @@ from rung.torch_compat.passes import EARLY_OPTION, PASS_OPTION, StopCompile, gra
 from rung.torch_compat.pretend_cuda import GPUS, is_fake, pretend_cuda, why_no_pretending, without_memory
 from rung.torch_compat.probes import PROBES, missing_apis
 from rung.torch_compat.profiling import profiling
+from rung.torch_compat.reinplace import (
+    LATE_OPTION,
+    change_reads,
+    is_opaque_update,
+    is_result,
+    scatters_view,
+    updated_argument,
+    updated_arguments,
+)
 from rung.torch_compat.scaled_mm import scaled_mm
 from rung.torch_compat.sizes import (
     bounding_constant,
@@ -119,6 +128,7 @@ __all__ = [
     "EARLY_OPTION",
     "FreshSymbols",
     "GPUS",
+    "LATE_OPTION",
     "NoTensorOpsError",
     "NotSerialisableError",
     "OpOverload",
@@ -131,6 +141,7 @@ __all__ = [
     "bounding_constant",
     "call_device_kernel",
     "capture_graph",
+    "change_reads",
     "communicates",
     "compile_lock",
     "compile_piece",
@@ -158,7 +169,9 @@ __all__ = [
     "is_capture_error",
     "is_fake",
     "is_op",
+    "is_opaque_update",
     "is_python_op",
+    "is_result",
     "is_size_decision",
     "is_user_file",
     "place",
@@ -191,6 +204,7 @@ __all__ = [
     "readable",
     "resolved_symbol",
     "run_memoryless",
+    "scatters_view",
     "serialize_artifact",
     "single_overload",
     "sizes_of_symbols",
@@ -210,6 +224,8 @@ __all__ = [
     "triton_parameters",
     "triton_version",
     "unproved_relations",
+    "updated_argument",
+    "updated_arguments",
     "upper_bound",
     "where_fixed",
     "why_no_pretending",

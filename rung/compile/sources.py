@@ -8,6 +8,7 @@ import linecache
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -86,12 +87,13 @@ def _enclosing(qualname: str) -> str | None:
 
 
 def code_digest(code: CodeType) -> str:
-    """Hash of the source text of a code object; of its bytecode where no source exists."""
+    """Hash of the source text of a code object; of its bytecode where no source exists, and with it where a line may hold several."""
     linecache.checkcache(code.co_filename)
-    try:
+    text = ""
+    with suppress(OSError, TypeError):
         text = inspect.getsource(code)
-    except (OSError, TypeError):
-        text = repr((code.co_code, code.co_names, [c for c in code.co_consts if not isinstance(c, CodeType)]))
+    if not text or code.co_name == "<lambda>":
+        text += repr((code.co_code, code.co_names, [c for c in code.co_consts if not isinstance(c, CodeType)]))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,18 @@ from torch import nn
 import rung
 from rung.counters import Count
 from rung.errors import GuardError, InputMismatchError
+
+
+class Tables(nn.Module):
+    """Tensors that are no buffers: of the module, and of an object that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.ones(4)
+        self.held = types.SimpleNamespace(factor=torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.held.factor + self.shift
 
 
 class Scale(nn.Module):
@@ -72,6 +85,17 @@ def test_change_after_the_trace(change: Callable[[Any], None], graphs: str) -> N
         for _ in range(2):
             torch.testing.assert_close(module(x), eager(x))
     assert all(torch.equal(value, module.state_dict()[key]) for key, value in eager.state_dict().items() if "num" in key)
+
+
+@pytest.mark.parametrize("graphs", ["none", "full"])
+def test_tensors_that_are_no_buffers_are_followed(graphs: str) -> None:
+    module, eager, x = rung.wrap(Tables(), dynamic={}, graphs=graphs), Tables(), torch.randn(3, 4)
+    for number in range(2):
+        for net in (module, eager):
+            net.shift, net.held.factor = torch.full((4,), 2.0 + number), torch.full((4,), 3.0 + number)
+        for _ in range(2):
+            torch.testing.assert_close(module(x), eager(x))
+    assert module.rung.counters[Count.DYNAMO_TRACES] == 1
 
 
 def test_what_forward_does_not_read_costs_no_trace() -> None:

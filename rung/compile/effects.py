@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,8 @@ from rung.compile.split import storages, updates_first
 from rung.errors import LazyStateError, UnsupportedModuleError
 
 _STATE = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_GONE = object()
 
 
 @contextmanager
@@ -81,23 +84,54 @@ def keep_updated_state(output: fx.Node, inputs: Sequence[Path], owner: str, loca
     output.args = (tuple(flat),)
 
 
+def is_seen(value: Any) -> bool:
+    """Whether `net_effects` sees all of an object that may change: no further slots, cells, iterators or containers with attributes."""
+    if type(value) in _CONTAINERS:
+        return True
+    slots = {name for cls in type(value).__mro__ for name in _names(vars(cls).get("__slots__", ()))} - {"__dict__", "__weakref__"}
+    return hasattr(value, "__dict__") and not slots and not isinstance(value, _CONTAINERS)
+
+
+def _names(slots: Any) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
 @contextmanager
-def net_effects(objects: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Collect the names of those `objects` whose attributes or contents are others after the block than before; all are put back. What is
-    set and reset again, as a context variable around a call, leaves nothing to repeat."""
+def net_effects(objects: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Collect the names of those `objects` whose attributes or contents are others after the block than before, and which attribute (of a
+    container, an empty text); all are put back. What is set and reset again, as a context variable around a call, leaves nothing to
+    repeat."""
     before = {name: _surface(value) for name, value in objects.items()}
-    changed: list[str] = []
+    changed: dict[str, str] = {}
     try:
         yield changed
     finally:
         for name, value in objects.items():
-            if not _unchanged((None, before[name]), (None, _surface(value))):
-                changed.append(name)
-                _put_back((value.__dict__ if _contents(value) is None else value, before[name]))
+            old, new = before[name], _surface(value)
+            if _unchanged((None, old), (None, new)):
+                continue
+            if _contents(value) is None:
+                changed[name] = next((key for key in {**new, **old} if key not in old or old[key] is not new.get(key, _GONE)), "")
+                _put_back_attributes(value, old)
+            else:
+                changed[name] = ""
+                _put_back((value, old))
 
 
 def _surface(value: Any) -> Any:
     return _contents(value) if _contents(value) is not None else dict(getattr(value, "__dict__", {}))
+
+
+def _put_back_attributes(value: Any, old: Mapping[str, Any]) -> None:
+    """A class has no dictionary that could be written."""
+    is_class = isinstance(value, type)
+    for key, now in dict(vars(value)).items():
+        if key not in old:
+            delattr(value, key) if is_class else value.__dict__.pop(key)
+        elif now is not old[key]:
+            setattr(value, key, old[key]) if is_class else value.__dict__.update({key: old[key]})
+    for key in [key for key in old if key not in vars(value)]:
+        setattr(value, key, old[key]) if is_class else value.__dict__.update({key: old[key]})
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
@@ -109,7 +143,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 def _contents(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict, set) else None
+    return value.copy() if type(value) in _CONTAINERS else None
 
 
 def _unchanged(old: tuple[Any, Any], new: tuple[Any, Any]) -> bool:
@@ -118,7 +152,7 @@ def _unchanged(old: tuple[Any, Any], new: tuple[Any, Any]) -> bool:
     before, after = old[1], new[1]
     if isinstance(before, dict):
         return list(before) == list(after) and all(before[key] is after[key] for key in before)
-    if isinstance(before, list):
+    if isinstance(before, list | deque):
         return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
     return bool(before == after)
 
@@ -127,7 +161,7 @@ def _put_back(old: tuple[Any, Any]) -> Any:
     value, contents = old
     if contents is not None:
         value.clear()
-        value.extend(contents) if isinstance(value, list) else value.update(contents)
+        value.extend(contents) if isinstance(value, list | deque) else value.update(contents)
     return value
 
 

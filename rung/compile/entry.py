@@ -25,7 +25,7 @@ from rung.compile.signature import own_signature
 from rung.compile.variant import Variant, modes
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
-from rung.errors import GuardError, InputMismatchError, LazyStateError
+from rung.errors import GuardError, InputMismatchError, LazyStateError, UnsupportedModuleError
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class EagerReason(StrEnum):
     SHARED_MEMORY = "shared_memory"  # the function writes a tensor that shares memory with another argument
     EMPTY = "empty"  # a dynamic dimension has size 0; code is generated for sizes from 1
     LAZY_STATE = "lazy_state"  # forward makes attributes at its first call that later ones read
+    GLOBAL_HOOKS = "global_hooks"  # hooks of all modules are registered, which also run around modules that compiled code has inside
     META = "meta"  # an argument has no memory
     VALUES = "values"  # a graph of torch.compile reads a number or a size from a tensor
     TRANSFORM = "transform"  # somebody watches or transforms single operations: a dispatch mode, torch.func, torch.jit.trace
@@ -180,6 +181,11 @@ class Entry(RuntimeState):
                 f"the last differs in {violated or self._difference(key)}",
                 hint="pass changing numbers as tensors, name changing dimensions in `dynamic`, or raise `max_variants`",
             )
+        if any(torch_compat.global_hooks()):  # a call would run eagerly; this one asked for compiled code
+            raise UnsupportedModuleError(
+                "hooks of all modules are registered (such as by register_module_forward_hook of torch), which compiled code does not run",
+                hint="remove them while it is compiled",
+            )
         driver = Driver(self.config, open_store(self.counters), self.counters)
         tensors = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
         compiled, report = driver.compile(self.function, locals_, tensors, dims)
@@ -223,6 +229,8 @@ class Entry(RuntimeState):
             return EagerReason.LAYOUT
         if torch_compat.transforming():
             return EagerReason.TRANSFORM
+        if any(torch_compat.global_hooks()):
+            return EagerReason.GLOBAL_HOOKS
         if any(tensor.is_meta for tensor in tensors):
             return EagerReason.META
         if torch.is_grad_enabled() and (any(t.requires_grad for t in tensors) or self._weights_need_grad()):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rung.compile.hooks import FORWARD, OTHERS
 from rung.compile.sources import code_digest
 
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -100,7 +101,7 @@ class _Walk:
         self.seen.add(id(value))
         try:
             if isinstance(value, Mapping):
-                items = value.values() if where.endswith("hooks") else ((str(k), v) for k, v in value.items())
+                items = value.values() if where.rpartition(".")[2] in (*FORWARD, *OTHERS) else ((str(k), v) for k, v in value.items())
                 return [self.value(where, item) for item in items]
             if isinstance(value, tuple | list):
                 return [self.value(f"{where}[{i}]", item) for i, item in enumerate(value)]

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rung.compile import hooks
 from rung.errors import UnsupportedModuleError
 
-Access = tuple[str, Any]  # ("attr", name) | ("item", key)
+Access = tuple[str, Any]  # ("attr", name) | ("item", key) | ("nth", index): a value of a table of hooks, whose keys are only counted up
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class Path:
 
     def resolve(self, locals_: Mapping[str, Any]) -> Any:
         value = locals_[self.local]
-        for kind, key in self.accesses:
-            value = getattr(value, key) if kind == "attr" else value[key]
+        for access in self.accesses:
+            value = follow(value, access)
         return value if self.dim is None else value.shape[self.dim]
 
     def expression(self) -> str:
@@ -54,6 +55,14 @@ class Path:
     @staticmethod
     def from_json(data: list[Any]) -> Path:
         return Path(data[0], tuple((kind, _key_from_json(key)) for kind, key in data[1]), data[2])
+
+
+def follow(value: Any, access: Access) -> Any:
+    """One access of a path."""
+    kind, key = access
+    if kind == "nth":
+        return list(value.values())[key]
+    return getattr(value, key) if kind == "attr" else value[key]
 
 
 def _key_to_json(key: Any) -> Any:
@@ -91,7 +100,7 @@ def parse_accesses(source: str) -> tuple[str, str, tuple[Access, ...]] | None:
         if isinstance(node, ast.Attribute):
             accesses.append(("attr", node.attr))
         elif isinstance(node, ast.Subscript):
-            accesses.append(("item", ast.literal_eval(node.slice)))
+            accesses.append(_entry(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1 and node.func.id in ("type", "dict"):
             if node.func.id == "type":  # `dict(type(x).__dict__)["name"]` is how Dynamo reads a class attribute
                 accesses.append(("attr", "__class__"))
@@ -105,6 +114,16 @@ def parse_accesses(source: str) -> tuple[str, str, tuple[Access, ...]] | None:
             return None
         node = node.value
     return node.value.id, str(ast.literal_eval(node.slice)), tuple(reversed(accesses))
+
+
+def _entry(node: ast.Subscript) -> Access:
+    """An item by its key, or by its place in the order of the keys."""
+    key = _nth_key(node.slice)
+    if key is None:
+        return "item", ast.literal_eval(node.slice)
+    holder = node.value
+    is_table = isinstance(holder, ast.Attribute) and holder.attr in hooks.FORWARD
+    return ("nth", key.index) if is_table else ("item", key)
 
 
 def nth_key(source: str) -> NthKey | None:

@@ -17,7 +17,8 @@ from rung import torch_compat
 from rung.compile.ambient import note_blocks
 from rung.compile.arguments import Container, leaves, replace_tensors
 from rung.compile.audit import FixedDimension, audit_symbols, refuse_lost_dimensions, refuse_sizes_of_values, refuse_values_on_the_host
-from rung.compile.effects import keep_updated_state, net_effects, refuse_side_effects
+from rung.compile.effect_names import changed_globals, name_of_effect, name_of_global
+from rung.compile.effects import is_seen, keep_updated_state, net_effects, refuse_side_effects
 from rung.compile.guards import NO_GUARDS, GuardSet, Roots, collect_guards
 from rung.compile.paths import Path, parse_path
 from rung.compile.regions import Region
@@ -234,23 +235,26 @@ def _record_template(
     if owner is not None:
         keep_updated_state(output_node, inputs, self_name(function), locals_, kept)
     roots = Roots(function)
-    changed_objects = {source: roots.find(source) for source in capture.side_effects}
-    if any(found is None and "self" not in source for source, found in changed_objects.items()):
-        raise _side_effect_error(function, capture.side_effects)
+    objects = {source: roots.find(source) for source in capture.side_effects}
+    assigned = {f"G[{name!r}]" for name in changed_globals(capture.bytecode, {}, roots)}
+    hidden = [source for source, found in objects.items() if not (is_seen(found) or source in assigned)]
+    if any(objects[source] is not None or "self" not in source for source in hidden):
+        raise _side_effect_error(capture, function, dict.fromkeys(hidden, ""))
     given = {id(path.resolve(locals_)): i for i, path in enumerate(inputs) if path.dim is None}
     runs = [_markers(nodes, kept, start) for start in (1 << 40, 1 << 41)]
-    with net_effects(changed_objects) as changed, refuse_side_effects(owner, _name(function)), torch.no_grad():
+    calls = [capture.replay(lambda *_, m=markers: list(m)) for markers in runs]
+    with net_effects(objects) as changed, refuse_side_effects(owner, _name(function)), torch.no_grad():
         try:
-            samples = [
-                capture.replay(lambda *_, m=markers: list(m))(*((owner,) if owner is not None else ()), *args, **kwargs) for markers in runs
-            ]
+            samples = [call(*((owner,) if owner is not None else ()), *args, **kwargs) for call in calls]
         except Exception as error:
-            if isinstance(error, RungError) or not capture.side_effects:
+            if isinstance(error, RungError) or not objects:
                 raise
-            raise _side_effect_error(function, capture.side_effects) from error  # such as a value of a tensor that is put into a list
-    changed += [source for source, found in changed_objects.items() if found is None]
-    if changed:
-        raise _side_effect_error(function, changed)
+            # such as a value of a tensor that is put into a list
+            raise _side_effect_error(capture, function, dict.fromkeys(objects, "")) from error
+    changed |= dict.fromkeys(hidden, "")
+    globals_ = [name for name, differs in changed_globals(capture.bytecode, calls[0].__globals__, roots).items() if differs]
+    if changed or globals_:
+        raise _side_effect_error(capture, function, changed, globals_)
     template, other = (_recorder(markers, given).record(sample) for markers, sample in zip(runs, samples, strict=True))
     return template, difference(template, other)
 
@@ -272,10 +276,15 @@ def _recorder(markers: Sequence[Any], given: Mapping[int, int]) -> Recorder:
     )
 
 
-def _side_effect_error(function: Callable[..., Any], changed: Iterable[str]) -> UnsupportedModuleError:
+def _side_effect_error(
+    capture: torch_compat.Capture, function: Callable[..., Any], changed: Mapping[str, str], globals_: Iterable[str] = ()
+) -> UnsupportedModuleError:
+    """`changed` has Dynamo's sources of objects and an attribute of each, or an empty text."""
+    names = [name_of_global(name, capture.traced_code) for name in globals_]
+    names += [name_of_effect(source, attribute, Roots(function), capture.traced_code) for source, attribute in changed.items()]
     return UnsupportedModuleError(
-        f"{_name(function)} changes {', '.join(changed)} while it runs; a compiled graph would do so only once",
-        hint="return the value instead, or update a registered buffer in place (buffer.copy_(...))",
+        f"{_name(function)} changes {', '.join(names)} while it runs; a compiled graph would do so only once",
+        hint="return the value instead, update a registered buffer in place (buffer.copy_(...)), or do it in a rung.eager_break",
     )
 
 

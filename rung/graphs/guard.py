@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rung.compile.compiled import CompiledFunction
+from rung.compile.paths import Path
 from rung.config import AddressPolicy
 from rung.errors import AddressChangedError
 from rung.graphs.buffers import StaticBuffer
@@ -32,6 +34,21 @@ def module_tensors(module: nn.Module) -> Iterator[tuple[str, Read]]:
             for key, value in table.items():
                 if value is not None:
                     yield f"{prefix}.{key}" if prefix else key, partial(table.get, key)
+
+
+def other_tensors(compiled: CompiledFunction, owner: object) -> Iterator[tuple[str, Read]]:
+    """What the plan reads of its owner besides: tensors that are plain attributes, or lie in other objects."""
+    for number in compiled.weights:
+        path = compiled.plan.inputs[number]
+        if not any(key in ("_parameters", "_buffers") for _, key in path.accesses):
+            yield path.dotted(), partial(_at, path, {path.local: owner})
+
+
+def _at(path: Path, owner: Mapping[str, object]) -> object:
+    try:
+        return path.resolve(owner)
+    except (KeyError, AttributeError, IndexError, TypeError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from rung.graphs.buffers import StaticBuffer
 from rung.graphs.capture_report import CaptureReport
 from rung.graphs.descriptor import Descriptor, GraphMode, exact
 from rung.graphs.dispatch import Dispatch
-from rung.graphs.guard import Addresses, module_tensors
+from rung.graphs.guard import Addresses, module_tensors, other_tensors
 from rung.graphs.manager import GraphManager
 from rung.graphs.memory import MemoryReport
 from rung.graphs.memory_budget import MemoryBudget
@@ -67,7 +67,7 @@ class WrappedGraphs:
         self._manager: GraphManager | None = None
         self._capacity = dict.fromkeys(self.dims, 0)
         self._addresses = Addresses(
-            watched=lambda: module_tensors(owner) if isinstance(owner, torch.nn.Module) else (),
+            watched=lambda: [*(module_tensors(owner) if isinstance(owner, torch.nn.Module) else ()), *other_tensors(compiled, owner)],
             on_change=config.on_address_change,
             rebind=rebind,
             before_replay=bool(written_weights(compiled)),

@@ -41,7 +41,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def global_hooks() -> tuple[dict[Any, Any], ...]:
-    """The tables of hooks that run at the call of every module; a trace has them inside or was made without any."""
+    """The tables of hooks that run at the call of every module; no trace is made while they hold any."""
     from torch.nn.modules import module
 
     return module._global_forward_hooks, module._global_forward_pre_hooks

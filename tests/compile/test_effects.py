@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 import rung
 from rung.compile.effects import refuse_side_effects
 from rung.compile.trace import trace
-from rung.errors import UnsupportedModuleError
+from rung.errors import TraceError, UnsupportedModuleError
+from tests.compile import cases
 from tests.compile.cases import Child
 
 CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -159,3 +161,154 @@ def test_what_stays_set_is_refused_and_put_back() -> None:
     with pytest.raises(UnsupportedModuleError, match="AMBIENT"):
         trace(only_sets, {"x": torch.ones(2)}, {})
     assert AMBIENT.value is None
+
+
+CALLS, BIG = 0, 100_000
+RUNNING: bool | None = None
+TABLE: dict[str, int] = {"calls": 0}
+QUEUE: collections.deque[int] = collections.deque()
+DEFAULTS: collections.defaultdict[str, int] = collections.defaultdict(int)
+ORDERED = collections.OrderedDict(calls=0)
+
+
+class OfClass:
+    calls = 0
+
+
+class Slots:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+SLOTS = Slots()
+
+
+def counter() -> Callable[[torch.Tensor], torch.Tensor]:
+    calls = 0
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x + calls
+
+    return count
+
+
+COUNT = counter()
+
+
+def adds_to_a_global(x: torch.Tensor) -> torch.Tensor:
+    global CALLS
+    CALLS += 1
+    return x + CALLS
+
+
+def replaces_a_global(x: torch.Tensor) -> torch.Tensor:
+    global AMBIENT
+    AMBIENT = Ambient()
+    return x + 1
+
+
+def adds_to_a_module(x: torch.Tensor) -> torch.Tensor:
+    cases.CALLS = cases.CALLS + 1  # type: ignore[attr-defined]
+    return x + cases.CALLS  # type: ignore[attr-defined,no-any-return]
+
+
+def adds_to_a_class(x: torch.Tensor) -> torch.Tensor:
+    OfClass.calls += 1
+    return x + OfClass.calls
+
+
+def adds_to_slots(x: torch.Tensor) -> torch.Tensor:
+    SLOTS.calls += 1
+    return x + SLOTS.calls
+
+
+def adds_to_a_dict(x: torch.Tensor) -> torch.Tensor:
+    TABLE["calls"] += 1
+    return x + TABLE["calls"]
+
+
+def appends_to_a_deque(x: torch.Tensor) -> torch.Tensor:
+    QUEUE.append(1)
+    return x + len(QUEUE)
+
+
+def adds_to_a_defaultdict(x: torch.Tensor) -> torch.Tensor:
+    DEFAULTS["calls"] += 1
+    return x + DEFAULTS["calls"]
+
+
+def adds_to_an_ordered_dict(x: torch.Tensor) -> torch.Tensor:
+    ORDERED["calls"] += 1
+    return x + ORDERED["calls"]
+
+
+def adds_to_a_cell(x: torch.Tensor) -> torch.Tensor:
+    return COUNT(x)
+
+
+ELSEWHERE: dict[Callable[..., Any], str] = {
+    adds_to_a_global: r"global 'CALLS' at .*test_effects.py:\d+ \(CALLS \+= 1\)",
+    replaces_a_global: r"global 'AMBIENT' at .*test_effects.py:\d+ \(AMBIENT = Ambient\(\)\)",
+    adds_to_a_module: r"the attribute 'CALLS' of module 'tests.compile.cases' at .*test_effects.py:\d+ ",
+    adds_to_a_class: r"(the attribute 'calls' of class 'OfClass')?.* at .*test_effects.py:\d+ \(OfClass.calls \+= 1\)",
+    adds_to_slots: "global 'SLOTS'",
+    adds_to_a_dict: "global 'TABLE'",
+    appends_to_a_deque: "global 'QUEUE'",
+    adds_to_a_defaultdict: "global 'DEFAULTS'",
+    adds_to_an_ordered_dict: "global 'ORDERED'",
+    adds_to_a_cell: r"a variable of an enclosing function at .*test_effects.py:\d+ \(calls \+= 1\)",
+}
+
+
+def elsewhere() -> list[Any]:
+    cell = COUNT.__closure__[0].cell_contents  # type: ignore[attr-defined]
+    number: Any = cases.CALLS  # type: ignore[attr-defined]
+    containers = [dict(TABLE), list(QUEUE), dict(DEFAULTS), dict(ORDERED)]
+    return [CALLS, AMBIENT, number, OfClass.calls, SLOTS.calls, cell, *containers]
+
+
+@pytest.mark.parametrize("function", ELSEWHERE, ids=lambda function: function.__name__)
+def test_state_outside_of_the_module_is_refused_and_left_alone(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "CALLS", 0, raising=False)
+    before = elsewhere()
+    with pytest.raises((UnsupportedModuleError, TraceError), match=f"(?s){ELSEWHERE[function]}.*hint: "):  # 2.11 traces no class
+        trace(function, {"x": torch.ones(2)}, {})
+    assert elsewhere() == before
+
+
+class CountsOnItsClass(torch.nn.Module):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        return x + self.calls
+
+
+class Heir(CountsOnItsClass):
+    pass
+
+
+@pytest.mark.parametrize("kind", [CountsOnItsClass, Heir])
+def test_the_class_of_the_module_is_left_alone(kind: type[torch.nn.Module]) -> None:
+    module = rung.wrap(kind(), dynamic={"x": {0: "rows"}})
+    for _ in range(2):
+        with pytest.raises((UnsupportedModuleError, TraceError), match=r"at .*test_effects.py:\d+ \(type\(self\).calls \+= 1\)"):
+            module(torch.ones(3, 4))
+    assert CountsOnItsClass.calls == 0
+    assert "calls" not in vars(Heir)
+
+
+def resets_globals(x: torch.Tensor) -> torch.Tensor:
+    global BIG, RUNNING
+    before, BIG, RUNNING = BIG, 5, True
+    y = x + BIG
+    BIG, RUNNING = before, None
+    return y
+
+
+def test_a_global_that_is_set_and_reset_is_no_side_effect() -> None:
+    assert trace(resets_globals, {"x": torch.ones(2)}, {}).inputs

@@ -9,6 +9,7 @@ from typing import Any
 
 from rung.compile.guards.describe import describe
 from rung.compile.guards.roots import GLOBALS, shown
+from rung.compile.hooks import how_called
 from rung.compile.paths import Path
 
 
@@ -23,7 +24,7 @@ class Kind(StrEnum):
     CONTAINS = "contains"  # a container with, or without, this key
     ATTRIBUTE = "attribute"  # an object with, or without, an attribute of this name
     OVERRIDE = "override"  # a module whose instance does not hide this attribute of its class
-    HOOKS = "hooks"  # a module without hooks of its own
+    HOOKS = "hooks"  # a module with this many hooks of its own, called in this way; what they are, other guards say
     TENSOR = "tensor"  # a tensor of this layout; its address and identity are looked at behind the work
     TIED = "tied"  # the same object as at another path
     RESULT = "result"  # a function that, called without arguments, gives this value
@@ -60,7 +61,7 @@ class Guard:
             now = describe(found())
             return "" if now == self.value else f"{self.name}() was {_words(self.value)} and is {_words(now)}"
         if self.kind is Kind.HOOKS:
-            return f"{self.name} has entries now" if found else ""
+            return self._other_hooks(how_called(Path(self.path.local, self.path.accesses[:-1]).resolve(roots), self.path.accesses[-1][1]))
         if self.kind is Kind.TIED:
             other = self._resolve(Path.from_json(self.value), roots)
             return "" if other is found else f"{self.name} is no longer tied to {named(Path.from_json(self.value))}"
@@ -69,6 +70,17 @@ class Guard:
             return "" if (key in found) is present else f"{self.name} {'lost' if present else 'gained'} the entry {key!r}"
         there = key in vars(found) if self.kind is Kind.OVERRIDE else hasattr(found, key)
         return "" if there is present else f"{self.name} {'lost' if present else 'gained'} the attribute {key!r}"
+
+    def _other_hooks(self, now: list[list[bool]]) -> str:
+        if now == self.value:
+            return ""
+        if not self.value:
+            return f"{self.name} has entries now"
+        return f"{self.name} had {len(self.value)} entries and has {len(now)}, or others that are called in another way"
+
+    def is_dropped(self, kinds: Collection[str]) -> bool:
+        """Whether it is of one of these kinds; what a hook reads goes with the hooks."""
+        return self.kind in kinds or (Kind.HOOKS in kinds and any(access == "nth" for access, _ in self.path.accesses))
 
     @property
     def name(self) -> str:
@@ -98,7 +110,7 @@ class GuardSet:
 
     def violation(self, roots: Mapping[str, Any], dropped: Collection[str] = ()) -> str:
         """The text of the first guard that does not hold, or empty."""
-        return next((text for guard in self.guards if guard.kind not in dropped and (text := guard.violation(roots))), "")
+        return next((text for guard in self.guards if not guard.is_dropped(dropped) and (text := guard.violation(roots))), "")
 
     def to_json(self) -> list[Any]:
         return [guard.to_json() for guard in self.guards]

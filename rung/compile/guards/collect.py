@@ -11,10 +11,10 @@ import torch
 from rung import torch_compat
 from rung.compile.guards.base import Guard, GuardSet, Kind
 from rung.compile.guards.describe import belongs_to_torch, describe
-from rung.compile.guards.edges import follow
 from rung.compile.guards.reads import more_guards
 from rung.compile.guards.roots import ARGUMENT, GLOBALS, Roots, key_of, path_of
-from rung.compile.paths import NthKey, Path, nth_key
+from rung.compile.hooks import FORWARD, OTHERS, how_called
+from rung.compile.paths import NthKey, Path, follow, nth_key
 from rung.compile.sources import user_code
 
 _KINDS = {
@@ -55,7 +55,6 @@ _ELSEWHERE = frozenset(
         "AUTOGRAD_SAVED_TENSORS_HOOKS",
     }
 )
-_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots, codes: Collection[types.CodeType] = ()) -> GuardSet:
@@ -69,6 +68,10 @@ def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots, code
         if one.kind in _ELSEWHERE or path is ARGUMENT:
             continue
         key = nth_key(one.source)
+        table = path if key is None else path_of(key.source, roots)
+        if table is not None and (hooks := _hooks(one.kind, table, roots)) is not None:
+            guards |= {repr(guard): guard for guard in hooks}
+            continue
         if key is not None:  # the order of keys has a kind of its own
             entry = _entry(key, roots)
             if entry is None:
@@ -97,6 +100,18 @@ def collect_guards(noted: Iterable[torch_compat.DynamoGuard], roots: Roots, code
     return GuardSet(tuple(guards.values()), tuple(unknown))
 
 
+def _hooks(kind: str, table: Path, roots: Roots) -> list[Guard] | None:
+    """What is to be checked of a table of hooks, whatever was noted of it; None where `table` is none."""
+    names = [key for _, key in table.accesses]
+    if not names or names[-1] not in (*FORWARD, *OTHERS):
+        return [] if any(name in OTHERS for name in names) else None
+    if len(names) == 1:  # of the owner
+        return [] if _KINDS.get(kind) is Kind.HOOKS else None
+    if names[-1] in OTHERS:
+        return []
+    return [Guard(Kind.HOOKS, table, how_called(Path(table.local, table.accesses[:-1]).resolve(roots), names[-1]))]
+
+
 def _entry(key: NthKey, roots: Roots) -> Guard | None:
     path, name = path_of(key.source, roots), key_of(key, roots)
     return None if path is None or path is ARGUMENT or name is None else Guard(Kind.CONTAINS, path, [name, True])
@@ -107,9 +122,6 @@ def _guard(kind: Kind, one: torch_compat.DynamoGuard, path: Path, roots: Roots) 
     if kind in (Kind.ATTRIBUTE, Kind.OVERRIDE, Kind.CONTAINS):
         return _membership(kind, one, path, roots)
     found = path.resolve(roots)
-    if kind is Kind.HOOKS:
-        own = len(path.accesses) == 1 or path.accesses[-1][1] not in _FORWARD_HOOKS
-        return None if own else Guard(kind, path)
     if kind is Kind.TIED:
         other = path_of(one.arguments.get("other", ""), roots)
         if other is ARGUMENT or other is None:

@@ -30,12 +30,6 @@ class Edge:
         return f"{held}[{self.key!r}]" if isinstance(self.key, str | int) else f"{held}[{source.bind(self.key)}]"
 
 
-def follow(value: Any, access: Access) -> Any:
-    """One access of a path."""
-    kind, key = access
-    return getattr(value, key) if kind == "attr" else value[key]
-
-
 def edge_of(container: Any, access: Access) -> Edge:
     """Follow an access from `container`. What lies in the object's own dictionary, or in a table of a module, is read there."""
     kind, key = access
@@ -45,6 +39,9 @@ def edge_of(container: Any, access: Access) -> Edge:
             if key in table and table[key] is child:
                 return Edge(table, "item", key, child, stable=True)
         return Edge(container, kind, key, child, stable=getattr(container, key) is child)
+    if kind == "nth":
+        key = list(container)[key]
+        return Edge(container, "item", key, container[key], stable=True)
     child = container[key]
     return Edge(container, kind, key, child, stable=container[key] is child)
 

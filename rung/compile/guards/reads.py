@@ -22,9 +22,9 @@ import torch
 from rung import torch_compat
 from rung.compile.guards.base import Guard, Kind
 from rung.compile.guards.describe import belongs_to_torch, describe
-from rung.compile.guards.edges import follow
 from rung.compile.guards.roots import GLOBALS, Roots
-from rung.compile.paths import Access, Path
+from rung.compile.hooks import FORWARD
+from rung.compile.paths import Access, Path, follow
 from rung.compile.sources import module_of
 
 _MAX_ENTRIES = 1000  # of a container that is looked through for a second name
@@ -78,7 +78,7 @@ class _Places:
         """Guards for the second names: globals that the code reads, attributes and entries of objects that it reads from."""
         found = list(named)
         for value, path in self.objects.values():
-            found += [(Path(path.local, (*path.accesses, access)), child) for access, child in _children(value)]
+            found += [(Path(path.local, (*path.accesses, access)), child) for access, child in _children(value, path)]
         for path, value in found:
             other = self._first[not _is_global(path)].get(id(value)) if _is_shared(value) else None
             if other is not None and path not in self._known:
@@ -96,8 +96,10 @@ def _is_shared(value: Any) -> bool:
     return not isinstance(value, simple) and not belongs_to_torch(value)
 
 
-def _children(value: Any) -> Iterator[tuple[Access, Any]]:
-    if isinstance(value, list | tuple) and len(value) <= _MAX_ENTRIES:
+def _children(value: Any, path: Path) -> Iterator[tuple[Access, Any]]:
+    if path.accesses and path.accesses[-1][1] in FORWARD:
+        yield from ((("nth", index), child) for index, child in enumerate(value.values()))
+    elif isinstance(value, list | tuple) and len(value) <= _MAX_ENTRIES:
         yield from ((("item", index), child) for index, child in enumerate(value))
     elif isinstance(value, Mapping):
         if len(value) <= _MAX_ENTRIES:

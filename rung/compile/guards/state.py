@@ -31,7 +31,7 @@ class GuardState:
     says no, `violation()` tells whether a trace would come out differently, and of what."""
 
     def __init__(self, guards: GuardSet, roots: Roots, dropped: Collection[str] = ()) -> None:
-        self.guards = GuardSet(tuple(guard for guard in guards.guards if guard.kind not in dropped), guards.unknown)
+        self.guards = GuardSet(tuple(guard for guard in guards.guards if not guard.is_dropped(dropped)), guards.unknown)
         self.roots = roots
         self._submodules = "submodules" not in dropped
         self.refresh()
@@ -83,8 +83,11 @@ class GuardState:
     def _check(self, text: str) -> None:
         self._checks[text] = None
 
-    def _bind_hooks(self, found: Any, _: None) -> None:
-        self._hooks.append(found)
+    def _bind_hooks(self, found: Any, _: Any) -> None:
+        if found:  # which hooks these are, the guards of what they read say
+            self._bind_keys(found, None)
+        else:
+            self._hooks.append(found)
 
     def _bind_object(self, found: Any, _: Any) -> None:
         function = getattr(found, "__func__", found)
@@ -152,9 +155,9 @@ class GuardState:
         return source.build("guards")
 
     def _hooks_check(self) -> str:
-        """No hook was registered since the tables were last seen empty, or they still are."""
+        """No hook was registered since the tables without any were last seen empty, or they still are."""
         registered, tables = torch_compat.hook_registrations(), self._hooks
-        seen = [registered.next_id]
+        seen = [-1 if any(tables) else registered.next_id]
 
         def still_empty() -> bool:
             now = registered.next_id
@@ -164,6 +167,4 @@ class GuardState:
             return True
 
         bind = self.source.bind
-        if any(tables):  # a hook that the trace has inside
-            return f"not {bind(any)}({bind(tables)})"
         return f"({bind(registered)}.next_id == {bind(seen)}[0] or {bind(still_empty)}())"

@@ -71,8 +71,10 @@ def _given_sizes(config: CompileConfig, dims: Sequence[str], name: str) -> Seque
     if given is None or isinstance(given, Mapping):
         return None if given is None else given.get(name)
     if len(dims) > 1:
+        unnamed = any(dim.startswith("~") for dim in dims)
         raise ConfigError(
             f"capture_sizes is one list, and this module has the dimensions {list(dims)}",
-            hint=f"give a list for each: capture_sizes={{{dims[0]!r}: (...), ...}}",
+            hint=f"{'name them in `dynamic`, and ' if unnamed else ''}give a list for each: "
+            f"capture_sizes={{{'name' if unnamed else dims[0]!r}: (...), ...}}",
         )
     return given

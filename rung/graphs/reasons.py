@@ -83,7 +83,7 @@ _ADVICE: dict[Reason, str] = {
     Reason.MEMORY_BUDGET: "raise graph_memory_bytes, or plan fewer sizes: rung ladder plan --memory",
     Reason.CAPTURE_PENDING: "nothing: wait, or lower capture_after",
     Reason.SUSPENDED: "call resume()",
-    Reason.NOT_CAPTURED: 'capture such batches too: graphs="full_and_piecewise"',
+    Reason.NOT_CAPTURED: 'capture such batches too: graphs="full_and_piecewise" in a runner, a size in capture_sizes for a module',
     Reason.ADDRESS_CHANGED: 'update weights in place (copy_), capture again, or set on_address_change="recapture"',
     Reason.NESTED: "nothing; wrap a copy of the module for the inner call if that should have graphs",
 }

@@ -14,6 +14,7 @@ from torch import nn
 from rung.config import CompileConfig
 from rung.counters import Count, Counters
 from rung.errors import ConfigError, LadderError, PaddingError, UnsupportedModuleError
+from rung.graphs.module_grid import _given_sizes
 from rung.graphs.wrapped import WrappedGraphs
 from tests.compile.cases import HOST_FACTOR, double, uncompiled
 
@@ -286,8 +287,10 @@ def test_a_size_to_capture_names_every_dimension() -> None:
 
 
 def test_one_list_of_sizes_for_two_dimensions_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"capture_sizes is one list"):
+    with pytest.raises(ConfigError, match=r"capture_sizes is one list.*\nhint: give a list for each: capture_sizes=\{'batch'"):
         graphed(framewise, torch.randn(3, 5, 4), dims=BATCH_FRAMES, capture_sizes=(4, 8))
+    with pytest.raises(ConfigError, match=r"hint: name them in `dynamic`, and give a list for each"):
+        _given_sizes(CompileConfig(capture_sizes=(4, 8)), ("~x", "~y"), "~x")
 
 
 def test_a_mixing_dimension_is_refused_though_the_other_is_not() -> None:

@@ -71,10 +71,15 @@ class ReturnsUnused(ReturnsWeight):
 
 @pytest.mark.parametrize("kind", ["parameter", "T", "mT", "data"])
 def test_tensor_that_is_not_in_the_graph_is_answered_with_what_to_write(kind: str) -> None:
-    with pytest.raises(
-        UnsupportedModuleError, match=r"(?s)at output\[1\] that .*hint: .*x.clone\(\).*x.t\(\), x.transpose\(-2, -1\), x.detach\(\)"
-    ):
-        uncompiled(ReturnsUnused(kind).forward, torch.zeros(3, 4))
+    module = ReturnsUnused(kind)
+    if kind in ("T", "mT") and torch.__version__ >= "2.14":  # in its graphs
+        compiled, _ = uncompiled(module.forward, torch.zeros(3, 4))
+        x = torch.randn(2, 4)
+        assert_same(compiled(x), module(x))
+        return
+    said = r"(?s)at output\[1\] that .*hint: .*x.clone\(\).*x.t\(\), x.transpose\(-2, -1\), x.detach\(\)"
+    with pytest.raises(UnsupportedModuleError, match=said):
+        uncompiled(module.forward, torch.zeros(3, 4))
 
 
 @pytest.mark.parametrize("kind", ["clone", "t", "transpose", "detach"])

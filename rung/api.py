@@ -92,7 +92,9 @@ def _decorate(target: Any, *, config: CompileConfig) -> Any:
     original = _method_of_class(target, config.method)
 
     def entry_of(module: Any) -> Entry:
-        entries: _Entries = module.__dict__.setdefault("_rung_entries", _Entries())
+        entries: _Entries | None = module.__dict__.get("_rung_entries")  # at each call, which makes nothing
+        if entries is None:
+            entries = module.__dict__.setdefault("_rung_entries", _Entries())
         entry = entries.get(original)
         return entries.setdefault(original, _entry(original.__get__(module), config)) if entry is None else entry
 

@@ -31,9 +31,8 @@ class Capture:
     bytecode: types.CodeType  # what Dynamo would run in place of the function
     guards: list[DynamoGuard]  # what the trace has read of the program
     side_effects: tuple[str, ...]  # what the bytecode changes beside calling the graph: Dynamo's source expressions
-    replay: Callable[
-        [Callable[..., Any]], types.FunctionType
-    ]  # compiled_fn -> a function of that bytecode around it, with globals of its own
+    # compiled_fn -> a function of that bytecode around it, with globals of its own
+    replay: Callable[[Callable[..., Any]], types.FunctionType]
 
 
 class NoTensorOpsError(Exception):
